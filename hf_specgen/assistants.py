@@ -1,0 +1,92 @@
+"""What `assistant=` may be, and the drafter it stands for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from hf_specgen.draft import Drafter
+from hf_specgen.drafters.draft_model import DraftModel
+from hf_specgen.drafters.prompt_lookup import PromptLookup
+
+ACCEPTED = (
+    "a drafter such as hf_specgen.PromptLookup() or hf_specgen.Plain(), a causal LM that drafts, "
+    'or a dict with the fields of vLLM\'s speculative_config such as {"method": "ngram", "num_speculative_tokens": 5}'
+)
+
+# Drafters loaded from a path, once for each live target and path.
+_loaded: WeakKeyDictionary[PreTrainedModel, dict[str, PreTrainedModel]] = WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class Assistant:
+    """A drafter and how deep it is to draft.
+
+    Attributes:
+        drafter: proposes.
+        tokens: what the assistant itself says of the draft length; the call's `num_assistant_tokens` goes before it.
+    """
+
+    drafter: Drafter
+    tokens: int
+
+
+def resolve(assistant: Any, target: PreTrainedModel) -> Assistant:
+    """Turns what the user passed into a drafter.
+
+    Args:
+        assistant: see `ACCEPTED`.
+        target: the model to be assisted.
+
+    Raises:
+        ValueError: it is none of what is accepted, or a config names a method or field that does not exist.
+    """
+    if isinstance(assistant, PreTrainedModel):
+        assistant = DraftModel(assistant)
+    if isinstance(assistant, Mapping):
+        return _from_config(dict(assistant), target)
+    if not callable(getattr(assistant, "start", None)):
+        raise ValueError(f"assistant={assistant!r} is not {ACCEPTED}")
+    return Assistant(assistant, assistant.num_assistant_tokens)
+
+
+def _from_config(config: dict[str, Any], target: PreTrainedModel) -> Assistant:
+    """Reads vLLM's field names."""
+    method = config.pop("method", None)
+    if method not in _METHODS:
+        raise ValueError(f"method={method!r} is not one of {', '.join(map(repr, _METHODS))}")
+    tokens = config.pop("num_speculative_tokens", None)
+    drafter = _METHODS[method](config, target)
+    if config:
+        raise ValueError(f"method={method!r} takes no {', '.join(map(repr, config))}")
+    return Assistant(drafter, drafter.num_assistant_tokens if tokens is None else tokens)
+
+
+def _ngram(config: dict[str, Any], target: PreTrainedModel) -> Drafter:
+    # vLLM's defaults: where one bound is missing it equals the other.
+    longest = config.pop("prompt_lookup_max", None)
+    shortest = config.pop("prompt_lookup_min", longest)
+    longest = shortest if longest is None else longest
+    return PromptLookup() if longest is None else PromptLookup(min_ngram=shortest, max_ngram=longest)
+
+
+def _draft_model(config: dict[str, Any], target: PreTrainedModel) -> Drafter:
+    model = config.pop("model", None)
+    if model is None:
+        raise ValueError("method='draft_model' needs 'model': a path, a hub id or a loaded causal LM")
+    if not isinstance(model, PreTrainedModel):
+        known = _loaded.setdefault(target, {})
+        if model not in known:
+            known[model] = AutoModelForCausalLM.from_pretrained(model, dtype=target.dtype).to(target.device).eval()
+        model = known[model]
+    return DraftModel(model)
+
+
+_METHODS: dict[str, Callable[[dict[str, Any], PreTrainedModel], Drafter]] = {
+    "ngram": _ngram,
+    "draft_model": _draft_model,
+}

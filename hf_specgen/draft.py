@@ -1,0 +1,201 @@
+"""The words everyone shares: what a drafter is asked, what it answers, and what it may read.
+
+This file imports nothing of the package at run time, so that a drafter can be written against it alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from hf_specgen.sampling import Noise, Processors
+
+
+@dataclass(frozen=True)
+class Draft:
+    """Guessed tokens, one tree a row; a chain is a tree without branches.
+
+    Attributes:
+        tokens: `(batch, nodes)` int64 ids, parents before children. May hold no node at all.
+        parents: `(batch, nodes)` int64, an index into `[root, *tokens]`: 0 is the root, i + 1 is node i.
+            -1 marks a place without a node, so that rows of unequal size share one rectangle.
+        probs: `(batch, nodes, vocab)` float32, the distribution each token was drawn from, after the processors.
+            Read by rejection and block verification only; without it a draft counts as certain of itself.
+        confidence: `(batch, nodes)` in 0..1, the drafter's estimate that a node is accepted given that its parent was.
+        is_chain: every row is one unbranched path without gaps before its end. Known by the maker, so that nobody
+            has to read a device tensor to find out.
+    """
+
+    tokens: Tensor
+    parents: Tensor
+    probs: Tensor | None = None
+    confidence: Tensor | None = None
+    is_chain: bool = False
+
+    @classmethod
+    def empty(cls, batch: int, device: torch.device | str = "cpu") -> Draft:
+        """A draft without nodes: with it a round is one step of plain decoding."""
+        none = torch.empty((batch, 0), dtype=torch.long, device=device)
+        return cls(none, none, is_chain=True)
+
+    @classmethod
+    def chain(cls, tokens: Tensor, depth: Sequence[int], probs: Tensor | None = None) -> Draft:
+        """Chains from a tensor.
+
+        Args:
+            tokens: `(batch, nodes)` ids, first drafted first.
+            depth: for each row how many of them count.
+            probs: see `Draft`.
+        """
+        parents = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+        if min(depth) < tokens.shape[1]:
+            parents = parents.where(parents < torch.tensor(depth, device=tokens.device).unsqueeze(1), -1)
+        return cls(tokens, parents, probs, is_chain=True)
+
+    @classmethod
+    def ragged(cls, chains: Sequence[Sequence[int]]) -> Draft:
+        """Chains of unequal length, one a row, from host lists; a row may be empty."""
+        width = max((len(chain) for chain in chains), default=0)
+        tokens = torch.tensor([[*chain, *[0] * (width - len(chain))] for chain in chains], dtype=torch.long)
+        parents = torch.tensor([[*range(len(c)), *[-1] * (width - len(c))] for c in chains], dtype=torch.long)
+        return cls(tokens.view(len(chains), width), parents.view(len(chains), width), is_chain=True)
+
+    @property
+    def nodes(self) -> int:
+        """Places a row, padding included."""
+        return self.tokens.shape[1]
+
+    def to(self, device: torch.device) -> Draft:
+        """The same draft on `device`."""
+        if self.tokens.device == device:
+            return self
+
+        def move(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else tensor.to(device)
+
+        return Draft(
+            self.tokens.to(device), self.parents.to(device), move(self.probs), move(self.confidence), self.is_chain
+        )
+
+
+@dataclass(frozen=True)
+class Limit:
+    """How much may be drafted this round.
+
+    Attributes:
+        depth: for each row the longest path; 0 for rows that have finished.
+        nodes: the most nodes a row.
+        chain: no branches, because the target or the accept rule takes chains only.
+    """
+
+    depth: tuple[int, ...]
+    nodes: int
+    chain: bool
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a session wants from the target's passes.
+
+    Attributes:
+        hidden_layers: indices into `hidden_states` (0 is the embedding output), concatenated in this order.
+        top_k: the target's best ids at every node of the last pass, rejected ones included.
+        cache_view: read access to the target's keys and values.
+    """
+
+    hidden_layers: tuple[int, ...] = ()
+    top_k: int = 0
+    cache_view: bool = False
+
+
+@dataclass(frozen=True)
+class Verified:
+    """The last draft that the target checked, back on the host.
+
+    Attributes:
+        draft: as it was proposed, so that a session can tell whether it is its own.
+        tokens: its ids, row by row, places without a node included.
+    """
+
+    draft: Draft
+    tokens: list[list[int]]
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a session may read when it proposes.
+
+    Attributes:
+        ids: for each row every token decided so far, without padding; the last one is the root. The lists belong to
+            the loop and only ever grow. A continued cache or `inputs_embeds` stand for tokens that are not in here.
+        positions: for each row the true position of the token that comes next.
+        noise: the Gumbel noise a drafter samples with, to be bound by `noise.at(positions)`. Under `matching` it is
+            the target's own, which makes drafts agree with it far more often; None when decoding is greedy.
+        last: the draft of the round before, if there was one.
+    """
+
+    ids: Sequence[Sequence[int]]
+    positions: Sequence[int]
+    noise: Noise | None = None
+    last: Verified | None = None
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a drafter is told about a call before it starts.
+
+    Attributes:
+        batch: rows.
+        chain: drafts may not branch.
+        sampled: the target samples (False: greedy).
+        wants_probs: the accept rule reads `Draft.probs`.
+        processors: the target's logits processors as far as a drafter may run them (never stateful ones).
+        eos: ids that end a row.
+        tokenizer: the target's, where the caller gave it.
+        assistant_tokenizer: the drafter's, where the caller gave it.
+    """
+
+    batch: int
+    chain: bool = False
+    sampled: bool = False
+    wants_probs: bool = False
+    processors: Processors | None = None
+    eos: frozenset[int] = frozenset()
+    tokenizer: PreTrainedTokenizerBase | None = None
+    assistant_tokenizer: PreTrainedTokenizerBase | None = None
+
+
+class DraftSession(Protocol):
+    """A drafter's state in one call. It repairs itself from `Context.ids`: nobody tells it what was rejected."""
+
+    needs: Needs
+
+    def propose(self, context: Context, limit: Limit) -> Draft:
+        """Guesses what follows the last id of each row.
+
+        Args:
+            context: what has been decided.
+            limit: how much may be drafted. A draft may be smaller, never larger.
+        """
+        ...
+
+
+class Drafter(Protocol):
+    """What a user builds once: immutable, and shared between calls and threads.
+
+    Attributes:
+        num_assistant_tokens: how many tokens to ask for where the caller does not say.
+    """
+
+    num_assistant_tokens: int
+
+    def start(self, target: PreTrainedModel, request: Request) -> DraftSession:
+        """Opens a session for one call; raises ValueError for what cannot work, before any forward pass."""
+        ...

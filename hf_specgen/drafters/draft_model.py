@@ -1,0 +1,248 @@
+"""A smaller causal LM that drafts: speculative decoding as in arXiv 2211.17192 and 2302.01318, in chains or trees."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from hf_specgen.draft import Context, Draft, Limit, Needs, Request, Verified
+from hf_specgen.target import Target, prompt_of, takes_slots
+from hf_specgen.vocabulary import compare, size
+
+if TYPE_CHECKING:
+    from hf_specgen.sampling import Noise
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class DraftModel:
+    """A causal LM with the target's vocabulary drafts, with a cache of its own, on its own device.
+
+    Args:
+        model: drafts. It is never written to; in train mode an eval-mode copy that shares its parameters drafts.
+        tokenizer: the drafter's, for a comparison of the vocabularies token by token. Without both tokenizers only the
+            sizes are compared.
+        sample: draw drafts when the target samples (under `matching` with the target's own noise), or always take the
+            most likely token.
+        branches: nodes a level of the tree; 1 drafts chains.
+        num_assistant_tokens: how deep to draft where the caller does not say.
+    """
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase | None = None
+    sample: bool = True
+    branches: int = 1
+    num_assistant_tokens: int = 5
+
+    def start(self, target: PreTrainedModel, request: Request) -> DraftModelSession:
+        """See `Drafter`.
+
+        Raises:
+            ValueError: the vocabularies differ; the message names the first token on which they do.
+        """
+        if self.model.config.is_encoder_decoder:
+            raise ValueError(f"{type(self.model).__name__} is an encoder-decoder; a drafter must be a causal LM")
+        if not takes_slots(self.model, prompt_of(self.model, [[0]])):
+            raise ValueError(
+                f"{type(self.model).__name__} cannot draft: its cache cannot be rolled back row by row "
+                f"(attention {self.model.config._attn_implementation!r})"
+            )
+        compare(target, self.model, request.tokenizer, self.tokenizer or request.assistant_tokenizer)
+        return DraftModelSession(self, eval_view(self.model), request, size(target))
+
+
+class DraftModelSession:
+    """The drafter's cache in one call.
+
+    `seen` is what the cache holds, row by row. It is compared with what was decided, so that nobody needs to say what
+    was rejected: what the two have in common stays, the rest is overwritten.
+    """
+
+    needs = Needs()
+
+    def __init__(self, drafter: DraftModel, model: PreTrainedModel, request: Request, vocabulary: int) -> None:
+        self.drafter = drafter
+        self.model = model
+        self.request = request
+        self.vocabulary = vocabulary
+        self.runner: Target | None = None
+        self.seen: list[list[int]] = []
+        self._mine: Draft | None = None
+        self._warned = False
+
+    def propose(self, context: Context, limit: Limit) -> Draft:
+        """See `DraftSession`."""
+        depth = self._within_reach(context, limit)
+        if max(depth) == 0:
+            return Draft.empty(self.request.batch)
+        # A row that is not drafted for takes part with its first token only, as a stand-in.
+        rows = [ids if asked else ids[:1] for ids, asked in zip(context.ids, depth, strict=True)]
+        logits = self._prefill(rows) if self.runner is None else self._catch_up(self.runner, rows, context.last)
+        if self.drafter.branches > 1 and not limit.chain:
+            self._mine = self._tree(context, Limit(depth, limit.nodes, limit.chain), logits)
+        else:
+            self._mine = self._chain(context, depth, logits)
+        return self._mine
+
+    def _within_reach(self, context: Context, limit: Limit) -> tuple[int, ...]:
+        """The depths asked for, but nothing for rows that have outgrown the drafter's positions."""
+        longest: int | None = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        if longest is None:
+            return limit.depth
+        reach = [longest - len(ids) for ids in context.ids]
+        if min(reach) < 1 and not self._warned:
+            logger.warning("a text has outgrown the drafter's %d positions; it is decoded plainly from there on", longest)
+            self._warned = True
+        return tuple(max(0, min(asked, left)) for asked, left in zip(limit.depth, reach, strict=True))
+
+    def _prefill(self, rows: list[Sequence[int]]) -> Tensor:
+        """The prompt's pass of the drafter; returns each row's logits after its last token, `(batch, 1, vocab)`."""
+        self.runner = Target(self.model, prompt_of(self.model, rows))
+        logits = self.runner.prefill().logits
+        self.runner.cache.commit([()] * len(rows))
+        self.seen = [list(ids) for ids in rows]
+        return logits
+
+    def _catch_up(self, runner: Target, rows: list[Sequence[int]], last: Verified | None) -> Tensor:
+        """Feeds what was decided since the last draft; returns as `_prefill` does."""
+        fed = self._mine
+        if fed is not None and fed.is_chain:
+            # Its ids are on the host if the round before checked this very draft; all but the last were fed.
+            tokens = last.tokens if last is not None and last.draft is fed else fed.tokens.tolist()
+            for seen, drafted in zip(self.seen, tokens, strict=True):
+                seen.extend(drafted[:-1])
+        fresh = []
+        for row, ids in enumerate(rows):
+            common = min(_common(self.seen[row], ids), len(ids) - 1)
+            runner.cache.lengths[row] = common
+            fresh.append(list(ids[common:]))
+        roots = torch.tensor([new[0] for new in fresh])
+        logits = runner.verify(roots, Draft.ragged([new[1:] for new in fresh]).to(self.model.device)).logits
+        runner.cache.commit([range(1, len(new)) for new in fresh])
+        self.seen = [list(ids) for ids in rows]
+        ends = torch.tensor([len(new) - 1 for new in fresh], device=logits.device)
+        return logits[torch.arange(len(fresh), device=logits.device), ends].unsqueeze(1)
+
+    def _chain(self, context: Context, depth: tuple[int, ...], logits: Tensor) -> Draft:
+        """One token a pass; the last one drafted is not fed."""
+        assert self.runner is not None
+        nothing = Draft.empty(len(depth), self.model.device)
+        tokens, probs = nothing.tokens, []
+        for step in range(max(depth)):
+            if step:
+                logits = self.runner.verify(tokens[:, -1], nothing).logits
+                self.runner.cache.commit([()] * len(depth))
+            scores = self._scores(logits, context, [[row] for row in self._host(tokens)])
+            noise = self._noise(context, step, 1)
+            choice = scores.argmax(-1) if noise is None else noise.argmax(scores)
+            tokens = torch.cat([tokens, choice], dim=1)
+            if self.request.wants_probs and noise is not None:
+                probs.append(scores.softmax(-1))
+        return Draft.chain(tokens, depth, torch.cat(probs, 1) if probs else None)
+
+    def _tree(self, context: Context, limit: Limit, logits: Tensor) -> Draft:
+        """A beam of `branches` nodes a level, by the sum of log q + G; each level feeds the tree so far."""
+        assert self.runner is not None
+        batch, width = len(limit.depth), self.drafter.branches
+        # The last decided token becomes the root of every pass below.
+        for row, seen in enumerate(self.seen):
+            self.runner.cache.lengths[row] = len(seen) - 1
+        roots = torch.tensor([seen[-1] for seen in self.seen])
+        self.seen = [seen[:-1] for seen in self.seen]
+        tokens = parents = torch.empty((batch, 0), dtype=torch.long, device=self.model.device)
+        frontier = parents.new_zeros((batch, 1))
+        sums = torch.zeros((batch, 1), device=self.model.device, dtype=torch.float32)
+        for step in range(min(max(limit.depth), limit.nodes // width)):
+            if step:
+                passed = self.runner.verify(roots, Draft(tokens, parents)).logits
+                logits = passed.take_along_dim(frontier.unsqueeze(-1), dim=1)
+            scores = self._scores(logits, context, self._paths(tokens, parents, frontier))
+            noise = self._noise(context, step, frontier.shape[1])
+            ranked = (scores if noise is None else noise.perturb(scores).float()).log_softmax(-1)
+            best = ranked.topk(min(width, ranked.shape[-1]))  # (batch, frontier, width)
+            sums, place = (sums.unsqueeze(-1) + best.values).flatten(1).topk(best.indices.shape[-1])
+            inside = torch.tensor([step < deep for deep in limit.depth], device=tokens.device).unsqueeze(1)
+            above = frontier.gather(1, place // best.indices.shape[-1]).where(inside, -1)
+            frontier = tokens.shape[1] + 1 + torch.arange(place.shape[1], device=tokens.device).expand(batch, -1)
+            tokens = torch.cat([tokens, best.indices.flatten(1).gather(1, place)], dim=1)
+            parents = torch.cat([parents, above], dim=1)
+        return Draft(tokens, parents)
+
+    def _noise(self, context: Context, step: int, nodes: int) -> Noise | None:
+        """The noise of the tokens `step` places after the next one; None where drafts are the most likely tokens."""
+        if context.noise is None or not self.drafter.sample:
+            return None
+        positions = torch.tensor(context.positions, device=self.model.device).unsqueeze(1)
+        return context.noise.to(self.model.device).at((positions + step).expand(-1, nodes), positions[:, 0])
+
+    def _scores(self, logits: Tensor, context: Context, paths: list[list[list[int]]]) -> Tensor:
+        """`(batch, nodes, vocab)` float32 over the target's vocabulary, after the processors a drafter may run.
+
+        Args:
+            logits: `(batch, nodes, vocab)` of the drafter, whose table may be padded to another size.
+            context: for the ids before the draft.
+            paths: for each row and node the drafted ids up to it; only read where processors look at the prefix.
+        """
+        logits = logits.to(torch.float32, copy=True)[..., : self.vocabulary]
+        if logits.shape[-1] < self.vocabulary:
+            missing = self.vocabulary - logits.shape[-1]
+            logits = torch.nn.functional.pad(logits, (0, missing), value=-torch.inf)
+        processors = self.request.processors
+        if processors is None or processors.empty:
+            return logits
+        if processors.pure:
+            return processors.warp(logits)
+        for row, ids in enumerate(context.ids):
+            apart = processors.row(row)
+            for node in range(logits.shape[1]):
+                prefix = torch.tensor([[*ids, *paths[row][node]]], device=logits.device)
+                logits[row, node] = apart(prefix, logits[row, node : node + 1])[0]
+        return logits
+
+    def _host(self, tokens: Tensor) -> list[list[int]]:
+        """The drafted ids on the host, where a processor looks at them; elsewhere nothing is read from the device."""
+        processors = self.request.processors
+        if processors is None or processors.pure:
+            return [[] for _ in range(tokens.shape[0])]
+        rows: list[list[int]] = tokens.tolist()
+        return rows
+
+    def _paths(self, tokens: Tensor, parents: Tensor, frontier: Tensor) -> list[list[list[int]]]:
+        """For each row and frontier node the drafted ids up to it."""
+        drafted, above = self._host(tokens), self._host(parents)
+        paths = []
+        for row, nodes in enumerate(self._host(frontier)):
+            paths.append([])
+            for node in nodes:
+                path: list[int] = []
+                while node > 0:
+                    path.insert(0, drafted[row][node - 1])
+                    node = above[row][node - 1]
+                paths[-1].append(path)
+        return paths
+
+
+def _common(first: Sequence[int], second: Sequence[int]) -> int:
+    """How many leading ids two rows share."""
+    shared = 0
+    for one, other in zip(first, second, strict=False):
+        if one != other:
+            break
+        shared += 1
+    return shared
+
+
+def eval_view(model: PreTrainedModel) -> PreTrainedModel:
+    """The model itself in eval mode; else a copy of its modules in eval mode that shares every parameter and buffer."""
+    if not any(module.training for module in model.modules()):
+        return model
+    shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    return copy.deepcopy(model, shared).eval()

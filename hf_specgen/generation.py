@@ -1,0 +1,399 @@
+"""How the loop plugs into transformers: `enable`, `speculate`, `stream`, and the mixin behind them."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from transformers import (
+    GenerationConfig,
+    GenerationMixin,
+    LogitsProcessorList,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    StoppingCriteriaList,
+)
+from transformers.generation import BaseStreamer, GenerationMode
+from transformers.generation.stopping_criteria import MaxLengthCriteria, StopStringCriteria
+
+from hf_specgen import attention
+from hf_specgen.assistants import ACCEPTED, resolve
+from hf_specgen.cache import why_not_croppable
+from hf_specgen.draft import Draft, Request
+from hf_specgen.length import Fixed
+from hf_specgen.loop import Call, decode
+from hf_specgen.outputs import Recorder, SpeculativeOutput
+from hf_specgen.rows import Ends, Rows
+from hf_specgen.sampling import Noise, Processors, fresh_seed
+from hf_specgen.stats import Stats, Step
+from hf_specgen.target import Prompt, Target
+from hf_specgen.verify import Verifier, by_name
+from hf_specgen.walk import Rules, WalkAtOnce, WalkByStep
+
+Model = TypeVar("Model", bound=torch.nn.Module)
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a call may say beside the arguments of stock `generate`.
+
+    Attributes:
+        assistant: what drafts.
+        num_assistant_tokens: how deep to draft; without it the assistant's own default. The value in a generation
+            config is not read, because every config carries stock's 20.
+        acceptance: "matching", "rejection", "block", or a verifier.
+        seed: makes sampling repeatable and leaves torch's global generator alone; one integer, or one a row.
+        stats: is added to.
+        streamer: gets the tokens one by one.
+        tokenizer: the target's, for stop strings and to compare vocabularies.
+        assistant_tokenizer: the drafter's, to compare vocabularies.
+        stop_strings: as for stock `generate`.
+        prompt_streamed: whether stock `generate` has given the prompt to the streamer already.
+    """
+
+    assistant: Any = None
+    num_assistant_tokens: int | None = None
+    acceptance: str | Verifier = "matching"
+    seed: int | Sequence[int] | None = None
+    stats: Stats | None = None
+    streamer: BaseStreamer | None = None
+    tokenizer: PreTrainedTokenizerBase | None = None
+    assistant_tokenizer: PreTrainedTokenizerBase | None = None
+    stop_strings: str | list[str] | None = None
+    prompt_streamed: bool = False
+
+
+# Options that mean nothing to stock `generate`, and so must not be dropped in silence.
+OWN_OPTIONS = ("acceptance", "seed", "stats")
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A call with everything that outlives its loop."""
+
+    call: Call
+    recorder: Recorder
+    config: GenerationConfig
+    options: Options
+
+
+class Door:
+    """A `custom_generate=` callable: transformers prepares inputs, processors and criteria, then calls it.
+
+    transformers reads the callable's signature to learn which keyword arguments it may hand over; it is made from
+    `Options`, so that the options have one home.
+
+    Args:
+        finish: what becomes of the prepared call.
+    """
+
+    def __init__(self, finish: Callable[[Prepared], Any]) -> None:
+        self.finish = finish
+        stock = ("model", "input_ids", "logits_processor", "stopping_criteria", "generation_config")
+        keyword = inspect.Parameter.KEYWORD_ONLY
+        self.__signature__ = inspect.Signature(
+            [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in stock]
+            + [inspect.Parameter(field.name, keyword, default=field.default) for field in fields(Options)]
+            + [inspect.Parameter("model_kwargs", inspect.Parameter.VAR_KEYWORD)]
+        )
+
+    def __call__(self, model: PreTrainedModel, input_ids: Tensor, **kwargs: Any) -> Any:
+        """Called by `generate`; raises ValueError for what is not supported before any forward pass."""
+        options = Options(**{field.name: kwargs.pop(field.name) for field in fields(Options) if field.name in kwargs})
+        processors, criteria = kwargs.pop("logits_processor"), kwargs.pop("stopping_criteria")
+        prompt = Prompt(input_ids, kwargs.pop("generation_config"), kwargs)
+        return self.finish(prepare(model, prompt, processors, criteria, options))
+
+
+def prepare(
+    model: PreTrainedModel,
+    prompt: Prompt,
+    processors: LogitsProcessorList,
+    criteria: StoppingCriteriaList,
+    options: Options,
+) -> Prepared:
+    """Builds a call, or says by name why there can be none."""
+    config = prompt.generation_config
+    refuse(model, prompt)
+    if options.assistant is None:
+        raise ValueError(f"assistant= is missing; it is {ACCEPTED}")
+    assistant = resolve(options.assistant, model)
+    criteria = _with_stop_strings(criteria, options)
+    batch = prompt.input_ids.shape[0]
+    target = Target(model, prompt, hidden_states=bool(config.return_dict_in_generate and config.output_hidden_states))
+    noise = _noise(options.seed, batch, prompt.input_ids.device) if config.do_sample else None
+    rules = Rules(Processors(processors), criteria, by_name(options.acceptance), noise)
+    if rules.verifier.all_nodes and not rules.processors.pure:
+        raise ValueError(
+            f"acceptance={rules.verifier.name!r} needs the scores of every node at once, but some of "
+            f"{[type(processor).__name__ for processor in processors]} depend on what was decided; use 'matching'"
+        )
+    together = batch > 1 and (rules.must_lockstep() or not target.ragged or options.streamer is not None)
+    rules = rules.in_lockstep(together)
+    chain = rules.verifier.chain_only or not target.trees
+    session = assistant.drafter.start(
+        model,
+        Request(
+            batch=batch,
+            chain=chain,
+            sampled=noise is not None,
+            wants_probs=rules.verifier.wants_probs,
+            processors=rules.processors.for_drafts(),
+            eos=rules.eos,
+            tokenizer=options.tokenizer,
+            assistant_tokenizer=options.assistant_tokenizer,
+        ),
+    )
+    lengths = [criterion.max_length for criterion in criteria if isinstance(criterion, MaxLengthCriteria)]
+    pad = getattr(config, "_pad_token_tensor", None)
+    ends = Ends(min(lengths), 0 if pad is None else int(pad), together=together and not rules.eos)
+    recorder = Recorder(config, batch)
+    tokens = assistant.tokens if options.num_assistant_tokens is None else options.num_assistant_tokens
+    call = Call(
+        target=target,
+        rows=Rows(prompt.input_ids, prompt.attention_mask, ends),
+        walk=WalkAtOnce(rules, recorder) if rules.prefix_free else WalkByStep(rules, recorder, batch),
+        session=session,
+        controller=Fixed(tokens),
+        noise=noise,
+        coupled=rules.verifier.coupled,
+        chain=chain,
+        stats=Stats() if options.stats is None else options.stats,
+    )
+    return Prepared(call, recorder, config, options)
+
+
+def refuse(model: PreTrainedModel, prompt: Prompt) -> None:
+    """Raises ValueError for a call that cannot be served exactly; nothing has been computed by then."""
+    config = prompt.generation_config
+    mode = config.get_generation_mode()
+    if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+        raise ValueError(f"assistant= takes greedy decoding and sampling, but the arguments ask for {mode.value}")
+    if model.config.is_encoder_decoder:
+        raise ValueError(f"{type(model).__name__} is an encoder-decoder, which assistant= does not take yet")
+    if config.output_attentions:
+        raise ValueError("output_attentions=True is not supported with assistant=: a pass looks at several tokens")
+    if not config.use_cache:
+        raise ValueError(
+            "use_cache=False is not supported with assistant=; pass use_cache=True "
+            "(a model that was trained with gradient checkpointing may carry False in its config)"
+        )
+    cache = prompt.model_kwargs.get("cache")
+    if cache is None:
+        raise ValueError(f"{type(model).__name__} keeps its state in no transformers cache, so it cannot be rolled back")
+    if (stuck := why_not_croppable(cache)) is not None:
+        raise ValueError(f"rejected tokens cannot be removed from a {stuck}, so assistant= cannot use it")
+
+
+def _with_stop_strings(criteria: StoppingCriteriaList, options: Options) -> StoppingCriteriaList:
+    if options.stop_strings is None:
+        return criteria
+    if options.tokenizer is None:
+        raise ValueError(
+            "stop_strings needs tokenizer=. With custom_generate= transformers hands none over: bind it, "
+            "custom_generate=functools.partial(hf_specgen.speculate, tokenizer=tokenizer)"
+        )
+    return StoppingCriteriaList([*criteria, StopStringCriteria(options.tokenizer, options.stop_strings)])
+
+
+def _noise(seed: int | Sequence[int] | None, batch: int, device: torch.device) -> Noise:
+    if isinstance(seed, Sequence) and len(seed) != batch:
+        raise ValueError(f"seed has {len(seed)} entries for {batch} rows")
+    return Noise.of(fresh_seed() if seed is None else seed, batch, device)
+
+
+def _finish(prepared: Prepared) -> Tensor | SpeculativeOutput:
+    """Runs a call to its end: what `generate` returns."""
+    call, streamer = prepared.call, prepared.options.streamer
+    if streamer is not None and not prepared.options.prompt_streamed:
+        streamer.put(call.rows.prompt.cpu())
+    for step in decode(call):
+        if streamer is not None:
+            for column in range(max(map(len, step.tokens))):
+                streamer.put(
+                    torch.tensor([row[column] if column < len(row) else call.rows.ends.pad for row in step.tokens])
+                )
+    if streamer is not None:
+        streamer.end()
+    if not prepared.config.return_dict_in_generate:
+        return call.rows.sequences()
+    return prepared.recorder.output(call.rows.sequences(), _whole_cache(call), call.stats)
+
+
+@torch.no_grad()
+def _whole_cache(call: Call) -> Any:
+    """The cache to go on with. Stock's holds the last token of rows that ended early, so theirs is fed at last."""
+    rows, target = call.rows, call.target
+    behind = [new < max(rows.generated) for new in rows.generated]
+    if any(behind) and target.ragged:
+        target.verify(rows.roots(), Draft.empty(rows.batch, target.device))
+        target.cache.commit([() if short else None for short in behind])
+    return target.cache.release()
+
+
+def _steps(prepared: Prepared) -> Iterator[Step]:
+    return decode(prepared.call)
+
+
+speculate = Door(_finish)
+speculate.__doc__ = """Speculative decoding as a `custom_generate=` of stock transformers; nothing is enabled.
+
+    model.generate(**inputs, custom_generate=speculate, assistant=drafter)
+
+transformers hands a callable neither streamer nor tokenizer; bind those:
+
+    model.generate(**inputs, custom_generate=functools.partial(speculate, streamer=s, tokenizer=t), assistant=drafter)
+"""
+
+_stream = Door(_steps)
+
+
+def stream(model: torch.nn.Module, inputs: Tensor | None = None, **kwargs: Any) -> Iterator[Step]:
+    """Decodes round by round: a generator of steps, without a thread.
+
+    Args:
+        model: enabled or not.
+        inputs: prompt ids, unless given as `input_ids=`.
+        **kwargs: whatever `model.generate(..., assistant=...)` takes, but for a streamer.
+
+    Returns:
+        An iterator of `Step`; the first one is the prompt's pass. Errors are raised here, before the first step.
+    """
+    if "streamer" in kwargs:
+        raise ValueError("stream() yields the tokens itself; it takes no streamer=")
+    bound = {name: kwargs.pop(name) for name in ("tokenizer", "assistant_tokenizer") if name in kwargs}
+    generate: Any = model.generate
+    steps: Iterator[Step] = generate(inputs, custom_generate=functools.partial(_stream, **bound), **kwargs)
+    return steps
+
+
+class SpecGenMixin(GenerationMixin):  # type: ignore[misc]
+    """A GenerationMixin whose `generate` takes `assistant=`. `enable` puts it under a model; a class may inherit it."""
+
+    def generate(self, *args: Any, assistant: Any = None, **kwargs: Any) -> Any:
+        """Stock `generate`, and with `assistant=` the same tokens faster.
+
+        Args:
+            *args: as for stock.
+            assistant: a drafter, a causal LM that drafts, or a dict with vLLM's field names. None: stock, untouched.
+            **kwargs: as for stock, and `num_assistant_tokens`, `acceptance`, `seed`, `stats`, `tokenizer`,
+                `assistant_tokenizer`; see `Options`.
+
+        Returns:
+            What stock returns; with `return_dict_in_generate=True` a `SpeculativeOutput`.
+
+        Raises:
+            ValueError: for what is not supported, before the first forward pass.
+        """
+        if assistant is None:
+            stray = [name for name in OWN_OPTIONS if kwargs.get(name) is not None]
+            if stray:
+                raise ValueError(
+                    f"{', '.join(stray)} without assistant=: stock generate knows no such argument; "
+                    "pass assistant=hf_specgen.Plain() to decode plainly in this package's loop"
+                )
+            return super().generate(*args, **kwargs)
+        self._refuse_arguments(kwargs)
+        kwargs.setdefault("custom_generate", speculate)
+        return super().generate(*args, assistant=assistant, **kwargs)
+
+    def _refuse_arguments(self, kwargs: dict[str, Any]) -> None:
+        """What stock `generate` would act on before a callable is ever called."""
+        for name in ("assistant_model", "prompt_lookup_num_tokens", "use_mtp", "assistant_early_exit"):
+            if kwargs.get(name):
+                raise ValueError(f"{name}= asks for stock assisted generation; pass it or assistant=, not both")
+        if kwargs.get("custom_generate") is not None and not _is_door(kwargs["custom_generate"]):
+            raise ValueError("custom_generate= replaces the decoding loop, and so does assistant=; pass one of them")
+        if kwargs.get("cache_implementation") == "paged":
+            raise ValueError("cache_implementation='paged' is continuous batching, which assistant= does not take")
+        if self.config.is_encoder_decoder:
+            raise ValueError(f"{type(self).__name__} is an encoder-decoder, which assistant= does not take yet")
+
+    def _extract_generation_mode_kwargs(
+        self, custom_generate: Any, kwargs: dict[str, Any], synced_gpus: Any, assistant_model: Any, streamer: Any
+    ) -> dict[str, Any]:
+        """Keeps for our own callable what stock takes away from every callable: streamer and tokenizers."""
+        kept = {name: kwargs.get(name) for name in ("tokenizer", "assistant_tokenizer")}
+        mode: dict[str, Any] = super()._extract_generation_mode_kwargs(
+            custom_generate, kwargs, synced_gpus, assistant_model, streamer
+        )
+        if custom_generate is speculate:
+            mode.update({name: value for name, value in kept.items() if value is not None})
+            if streamer is not None:
+                mode.update(streamer=streamer, prompt_streamed=True)
+        return mode
+
+
+def _is_door(custom_generate: Any) -> bool:
+    while isinstance(custom_generate, functools.partial):
+        custom_generate = custom_generate.func
+    return isinstance(custom_generate, Door)
+
+
+@functools.cache
+def _enabled_class(plain: type[PreTrainedModel]) -> type[PreTrainedModel]:
+    """`plain` with the mixin in front, under the same name, so that whatever prints or saves the name is not surprised."""
+    body = {
+        "__module__": plain.__module__,
+        "__qualname__": plain.__qualname__,
+        "__doc__": plain.__doc__,
+        "__reduce_ex__": lambda self, protocol: (_revived, (plain,), self.__dict__),
+        "_plain_class": plain,
+    }
+    return type(plain.__name__, (SpecGenMixin, plain), body)
+
+
+def _revived(plain: type[PreTrainedModel]) -> PreTrainedModel:
+    """Pickle looks a class up by its name and would find the plain one; so it is made anew from that."""
+    enabled = _enabled_class(plain)
+    return enabled.__new__(enabled)
+
+
+def _generative(model: torch.nn.Module) -> PreTrainedModel:
+    """The model itself, or the one inside a wrapper such as PEFT's."""
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel) and isinstance(module, GenerationMixin):
+            return module
+    raise ValueError(f"{type(model).__name__} holds no transformers model that can generate")
+
+
+def enable(model: Model) -> Model:
+    """Makes `model.generate` take `assistant=`. Twice is harmless; `disable` undoes it.
+
+    The model's class becomes a subclass of itself, and sdpa attention becomes one that does not copy keys and values to
+    all query heads. Without `assistant=` the model generates as before.
+
+    Args:
+        model: a transformers model that can generate, or a wrapper around one.
+
+    Returns:
+        The same model.
+    """
+    inner = _generative(model)
+    if not isinstance(inner, SpecGenMixin):
+        inner.__class__ = _enabled_class(type(inner))
+        inner._attention_before = attention.install(inner)
+    return model
+
+
+def disable(model: Model) -> Model:
+    """Undoes `enable`. Harmless on a model that is not enabled.
+
+    Args:
+        model: what was enabled.
+
+    Returns:
+        The same model.
+    """
+    inner = _generative(model)
+    plain = getattr(type(inner), "_plain_class", None)
+    if plain is not None:
+        attention.uninstall(inner, inner._attention_before)
+        del inner._attention_before
+        inner.__class__ = plain
+    return model

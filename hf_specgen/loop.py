@@ -1,0 +1,113 @@
+"""One decoding loop: chain and tree, one row and many, greedy and sampled, plain and speculative.
+
+    prefill -> walk -> commit -> emit -> propose -> verify -> walk -> commit -> emit -> ...
+
+Everything else (`generate`, `stream`, the statistics) is a fold over the generator below. The loop knows drafters by their
+protocol only.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from hf_specgen.draft import Context, Draft, DraftSession, Limit, Verified
+from hf_specgen.length import Controller, within
+from hf_specgen.rows import Rows
+from hf_specgen.sampling import Noise
+from hf_specgen.stats import Stats, Step
+from hf_specgen.target import Target
+from hf_specgen.walk import Walk
+
+# The widest tree a session may be asked for.
+MOST_NODES = 64
+
+
+@dataclass
+class Call:
+    """Everything one call is made of.
+
+    Attributes:
+        target: the model and its cache.
+        rows: what has been decided.
+        walk: from logits to a decision.
+        session: the drafter's state.
+        controller: how deep to draft.
+        noise: the target's; None when greedy.
+        coupled: a drafter samples with that same noise.
+        chain: drafts may not branch.
+        stats: takes every step.
+    """
+
+    target: Target
+    rows: Rows
+    walk: Walk
+    session: DraftSession
+    controller: Controller
+    noise: Noise | None
+    coupled: bool
+    chain: bool
+    stats: Stats
+
+
+@torch.no_grad()
+def decode(call: Call) -> Iterator[Step]:
+    """Decodes until every row has ended, and yields what each round decided.
+
+    The first step is the prompt's pass, which decides one token a row. Between steps the invariant holds: the caches
+    keep every decided token but the last, which is the root of the next round.
+    """
+    target, rows = call.target, call.rows
+    started = time.perf_counter()
+    proposed = draft = Draft.empty(rows.batch, target.device)
+    drafted = started
+    passed = target.prefill()
+    rows.prompt_lengths = target.prompt_lengths
+    while True:
+        verified = time.perf_counter()
+        decision = call.walk(passed, draft, rows)
+        target.cache.commit(decision.paths)
+        step = Step(
+            tokens=decision.tokens,
+            drafted=decision.drafted,
+            accepted=decision.accepted,
+            width=draft.nodes,
+            draft_s=drafted - started,
+            verify_s=verified - drafted,
+            seconds=time.perf_counter() - started,
+        )
+        (call.stats.add_prefill if passed.is_prompt else call.stats.add)(step)
+        call.controller.update(step)
+        yield step
+        if rows.all_finished:
+            return
+        started = time.perf_counter()
+        proposed = _propose(call, Verified(proposed, decision.draft_tokens))
+        draft = proposed.to(target.device)
+        drafted = time.perf_counter()
+        passed = target.verify(rows.roots(), draft)
+
+
+def _propose(call: Call, last: Verified) -> Draft:
+    """Asks the session, and refuses an answer that breaks the limit."""
+    rows = call.rows
+    depth = within(call.controller.depth(), rows.room())
+    deepest = max(depth)
+    if deepest == 0:
+        return Draft.empty(rows.batch)
+    limit = Limit(depth, nodes=deepest if call.chain else MOST_NODES, chain=call.chain)
+    noise = call.noise
+    if noise is not None and not call.coupled:
+        noise = noise.stream("draft", rows.next_positions()[:, 0])
+    draft = call.session.propose(Context(rows.ids, rows.positions(), noise, last), limit)
+    fits = draft.tokens.shape[0] == rows.batch and draft.nodes <= limit.nodes
+    if not fits or (call.chain and not draft.is_chain):
+        shape, kind = tuple(draft.tokens.shape), "chain" if draft.is_chain else "tree"
+        raise ValueError(
+            f"{type(call.session).__name__} proposed a {kind} of shape {shape}, but was asked for at most "
+            f"{(rows.batch, limit.nodes)}{' in chains' if call.chain else ''}"
+        )
+    return draft

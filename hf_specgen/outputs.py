@@ -1,0 +1,89 @@
+"""What a call returns beside the tokens: scores, logits, hidden states, one entry a new token, as stock returns them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import Cache, GenerationConfig
+from transformers.generation import GenerateDecoderOnlyOutput
+
+from hf_specgen.stats import Stats
+from hf_specgen.target import Pass
+
+
+@dataclass
+class SpeculativeOutput(GenerateDecoderOnlyOutput):
+    """Stock's output with the statistics of the call.
+
+    Attributes:
+        speculation: what was drafted and accepted.
+    """
+
+    speculation: Stats | None = None
+
+
+class Recorder:
+    """Collects what the user asked to have returned. Entries after a row's end are zero.
+
+    Args:
+        config: of the call.
+        batch: rows.
+    """
+
+    def __init__(self, config: GenerationConfig, batch: int) -> None:
+        returned = bool(config.return_dict_in_generate)
+        self.scores_wanted = returned and bool(config.output_scores)
+        self.logits_wanted = returned and bool(config.output_logits)
+        self.hidden_wanted = returned and bool(config.output_hidden_states)
+        self._prompt_hidden: tuple[Tensor, ...] = ()
+        self._scores: list[list[Tensor]] = [[] for _ in range(batch)]
+        self._logits: list[list[Tensor]] = [[] for _ in range(batch)]
+        self._hidden: list[list[tuple[Tensor, ...]]] = [[] for _ in range(batch)]
+
+    def record(self, row: int, node: int, passed: Pass, scores: Tensor) -> None:
+        """Takes what belongs to the token chosen at `node` of `row`.
+
+        Args:
+            row: of the batch.
+            node: place in the pass, 0 for the root.
+            passed: the pass.
+            scores: `(vocab,)` after the processors.
+        """
+        # Copies, because a view would keep the whole pass alive.
+        if self.scores_wanted:
+            self._scores[row].append(scores.clone())
+        if self.logits_wanted:
+            self._logits[row].append(passed.logits[row, node].to(torch.float32, copy=True))
+        if self.hidden_wanted and passed.hidden_states is not None:
+            if passed.is_prompt:
+                self._prompt_hidden = passed.hidden_states
+            else:
+                self._hidden[row].append(tuple(layer[row, node].clone() for layer in passed.hidden_states))
+
+    def output(self, sequences: Tensor, cache: Cache, stats: Stats) -> SpeculativeOutput:
+        """The call's result as `return_dict_in_generate=True` gives it."""
+        hidden = None
+        if self.hidden_wanted:
+            layers = range(len(self._prompt_hidden))
+            columns = [_columns([[step[layer] for step in row] for row in self._hidden]) for layer in layers]
+            later = [tuple(layer.unsqueeze(1) for layer in step) for step in zip(*columns, strict=True)]
+            hidden = (self._prompt_hidden, *later)
+        return SpeculativeOutput(
+            sequences=sequences,
+            scores=_columns(self._scores) if self.scores_wanted else None,
+            logits=_columns(self._logits) if self.logits_wanted else None,
+            hidden_states=hidden,
+            cache=cache,
+            speculation=stats,
+        )
+
+
+def _columns(rows: list[list[Tensor]]) -> tuple[Tensor, ...]:
+    """From entries by row to one `(batch, ...)` tensor a step."""
+    longest = max(map(len, rows))
+    if longest == 0:
+        return ()
+    blank = torch.zeros_like(next(row[0] for row in rows if row))
+    return tuple(torch.stack([row[step] if step < len(row) else blank for row in rows]) for step in range(longest))

@@ -1,0 +1,206 @@
+"""The target in one call: its passes, its positions, its extra inputs. The loop sees nothing else of the model."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedModel
+
+from hf_specgen.cache import CropCache, RowCache, SlotCache, fits_slots, is_users, new_cache
+from hf_specgen.draft import Draft
+from hf_specgen.trees import Tree
+
+# Models whose attention counts positions itself (ALiBi, a local window by buffer place) and would misread a 4-D mask.
+OWN_POSITIONS = frozenset({"bloom", "mpt", "gpt_neo"})
+# Kernels that take no 4-D mask.
+MASKLESS_ATTENTION = ("flash", "flex", "paged")
+# Inputs that run along the sequence beside the ids, and how stock continues them: the last value, or zero for text.
+TOKEN_TYPES = {"token_type_ids": True, "mm_token_type_ids": False, "moe_mm_token_type_ids": False}
+
+
+@dataclass(frozen=True)
+class Pass:
+    """What one forward returned.
+
+    Attributes:
+        logits: `(batch, width, vocab)`: one place for the root, then one a node. The prompt's pass has one.
+        hidden_states: for each layer `(batch, width, hidden)`, where asked for; the prompt's pass has the whole prompt.
+        is_prompt: the prompt's pass.
+    """
+
+    logits: Tensor
+    hidden_states: tuple[Tensor, ...] | None = None
+    is_prompt: bool = False
+
+
+@dataclass
+class Prompt:
+    """What transformers prepared for the prompt's pass.
+
+    Attributes:
+        input_ids: `(batch, length)`, padding on the left; length 0 where `inputs_embeds` stand in for ids.
+        generation_config: of the call, resolved.
+        model_kwargs: everything else that stock would hand to the model, its empty or continued cache included.
+    """
+
+    input_ids: Tensor
+    generation_config: GenerationConfig
+    model_kwargs: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def attention_mask(self) -> Tensor | None:
+        """`(batch, columns)` with 0 for padding; None where nothing is padded."""
+        mask: Tensor | None = self.model_kwargs.get("attention_mask")
+        return mask
+
+    def padding(self) -> list[int] | None:
+        """Places before each row's first token; None where a mask has holes elsewhere."""
+        if self.attention_mask is None:
+            return [0] * self.input_ids.shape[0]
+        mask = self.attention_mask != 0
+        if not bool((mask.int().diff(dim=1) >= 0).all()):
+            return None
+        padding: list[int] = (~mask).sum(1).tolist()
+        return padding
+
+
+def takes_slots(model: PreTrainedModel, prompt: Prompt) -> bool:
+    """Whether this call can run on a `SlotCache`: ragged rows, trees, nothing copied on roll-back."""
+    cache = prompt.model_kwargs["cache"]
+    attention = model.config.get_text_config(decoder=True)._attn_implementation or ""
+    config = model.config.get_text_config(decoder=True)
+    return (
+        not is_users(cache)
+        and fits_slots(cache)
+        and "position_ids" in inspect.signature(model.forward).parameters
+        and prompt.model_kwargs.get("position_ids") is not None
+        and not any(name in attention for name in MASKLESS_ATTENTION)
+        and config.model_type not in OWN_POSITIONS
+        and not getattr(config, "alibi", False)
+        and prompt.padding() is not None
+    )
+
+
+class Target:
+    """A model and its cache in one call.
+
+    Args:
+        model: the target.
+        prompt: what transformers prepared.
+        hidden_states: whether passes return them.
+
+    Attributes:
+        cache: of the call; there from the prompt's pass on.
+        prompt_lengths: for each row the tokens of the prompt, padding not counted; from the prompt's pass on.
+    """
+
+    def __init__(self, model: PreTrainedModel, prompt: Prompt, hidden_states: bool = False) -> None:
+        self.model = model
+        self.prompt = prompt
+        self.hidden_states = hidden_states
+        self.slots = takes_slots(model, prompt)
+        self.cache: RowCache
+        self.prompt_lengths: list[int]
+        self._extras: dict[str, Any] = {}
+        self._offset: Tensor | None = None
+
+    @property
+    def ragged(self) -> bool:
+        """Rows may keep different numbers of tokens."""
+        return self.slots
+
+    @property
+    def trees(self) -> bool:
+        """A pass may branch."""
+        return self.slots
+
+    @property
+    def device(self) -> torch.device:
+        """Where the target takes its inputs."""
+        return self.model.device
+
+    def prefill(self) -> Pass:
+        """The prompt's pass, as stock makes it, so that the first token and what is cached are stock's to the bit."""
+        prompt, kwargs = self.prompt, dict(self.prompt.model_kwargs)
+        kwargs["output_hidden_states"] = self.hidden_states or kwargs.get("output_hidden_states")
+        padding, batch = prompt.padding(), prompt.input_ids.shape[0]
+        outputs = self.model._prefill(prompt.input_ids, prompt.generation_config, kwargs)
+        if self.slots and padding is not None:
+            self.cache = SlotCache(outputs.cache, self.model.config.get_text_config(decoder=True), padding)
+            self.prompt_lengths = [length + 1 for length in self.cache.lengths]
+        else:
+            self.cache = CropCache(outputs.cache, prompt.attention_mask, batch)
+            columns = self.cache.lengths[0] + 1
+            mask = prompt.attention_mask
+            self.prompt_lengths = [columns] * batch if mask is None else mask.sum(1).tolist()
+        self._extras = self._running_inputs()
+        positions = prompt.model_kwargs.get("position_ids")
+        if positions is not None:
+            # What a position exceeds the count of cached tokens by: 0 but for padding and for positions the caller chose.
+            lengths = torch.tensor(self.cache.lengths, device=positions.device).view(-1, 1)
+            self._offset = (positions[..., -1:] - lengths).to(self.device)
+        # The prompt's tensors (images among them) are not needed again.
+        self.prompt = Prompt(prompt.input_ids, prompt.generation_config)
+        return Pass(outputs.logits[:, -1:], outputs.hidden_states if self.hidden_states else None, is_prompt=True)
+
+    def _running_inputs(self) -> dict[str, Any]:
+        """What later passes get beside ids, mask, positions and cache; token types shrink to how they continue."""
+        left_out = {"cache", "attention_mask", "position_ids", "inputs_embeds", "logits_to_keep", "use_cache"}
+        extras = {key: value for key, value in self.prompt.model_kwargs.items() if key not in left_out}
+        for name, repeats in TOKEN_TYPES.items():
+            if (types := extras.get(name)) is not None:
+                extras[name] = types[:, -1:] if repeats else torch.zeros_like(types[:, -1:])
+        return extras
+
+    def verify(self, roots: Tensor, draft: Draft) -> Pass:
+        """One forward over `[root, *draft]` of every row.
+
+        Args:
+            roots: `(batch,)` each row's last decided token.
+            draft: what to check; on the target's device.
+        """
+        ids = torch.cat([roots.to(self.device).unsqueeze(1), draft.tokens], dim=1)
+        tree = Tree.of(draft)
+        width = ids.shape[1]
+        self.cache.begin(width)
+        kwargs = dict(self._extras)
+        for name in TOKEN_TYPES:
+            if (types := kwargs.get(name)) is not None:
+                kwargs[name] = types.expand(-1, width)
+        kwargs["attention_mask"] = self.cache.mask(tree, self.model.dtype)
+        if self._offset is not None:
+            lengths = torch.tensor(self.cache.lengths, device=self.device).view(-1, 1)
+            kwargs["position_ids"] = self._offset + lengths + tree.depth
+        inputs = self.model.prepare_inputs_for_generation(ids, cache=self.cache.model_cache, use_cache=True, **kwargs)
+        inputs["output_hidden_states"] = self.hidden_states or None
+        outputs = self.model(**inputs, return_dict=True)
+        return Pass(outputs.logits, outputs.hidden_states if self.hidden_states else None)
+
+
+def prompt_of(model: PreTrainedModel, rows: Sequence[Sequence[int]]) -> Prompt:
+    """What transformers would prepare for these rows, for a model that is run beside the one `generate` was called on.
+
+    Args:
+        model: a causal LM.
+        rows: ids without padding, at least one a row.
+    """
+    width = max(map(len, rows))
+    ids = torch.tensor([[*[0] * (width - len(row)), *row] for row in rows], device=model.device)
+    mask = torch.tensor([[*[0] * (width - len(row)), *[1] * len(row)] for row in rows], device=model.device)
+    kwargs: dict[str, Any] = {
+        "cache": new_cache(model.config.get_text_config(decoder=True)),
+        "position_ids": (mask.cumsum(-1) - 1).clamp(min=0),
+        "attention_mask": None if min(map(len, rows)) == width else mask,
+        "use_cache": True,
+    }
+    parameters = inspect.signature(model.forward).parameters
+    if "position_ids" not in parameters:
+        del kwargs["position_ids"]
+    if "logits_to_keep" in parameters:
+        kwargs["logits_to_keep"] = 1
+    return Prompt(ids, GenerationConfig(), kwargs)
