@@ -59,7 +59,7 @@ def _from_config(config: dict[str, Any], target: PreTrainedModel) -> Assistant:
     method = config.pop("method", None)
     if method not in _METHODS:
         raise ValueError(f"method={method!r} is not one of {', '.join(map(repr, _METHODS))}")
-    tokens = config.pop("num_speculative_tokens", None)
+    tokens: int | None = config.pop("num_speculative_tokens", None)
     drafter = _METHODS[method](config, target)
     if config:
         raise ValueError(f"method={method!r} takes no {', '.join(map(repr, config))}")
@@ -81,7 +81,8 @@ def _draft_model(config: dict[str, Any], target: PreTrainedModel) -> Drafter:
     if not isinstance(model, PreTrainedModel):
         known = _loaded.setdefault(target, {})
         if model not in known:
-            known[model] = AutoModelForCausalLM.from_pretrained(model, dtype=target.dtype).to(target.device).eval()
+            loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype=target.dtype)
+            known[model] = loaded.to(target.device).eval()
         model = known[model]
     return DraftModel(model)
 

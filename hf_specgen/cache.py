@@ -63,7 +63,7 @@ class RowCache(Protocol):
         ...
 
 
-class SlotLayer(CacheLayerMixin):
+class SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     """One layer's keys and values in buffers that outlive a pass; row b's token at position p lies in slot p.
 
     Args:
@@ -72,9 +72,11 @@ class SlotLayer(CacheLayerMixin):
     """
 
     is_croppable = True
+    keys: Tensor
+    values: Tensor
 
     def __init__(self, slots: SlotCache, window: int | None) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.slots = slots
         self.window = window
         self.is_sliding = window is not None
@@ -139,14 +141,14 @@ class SlotCache(Cache):
             self.windows[kind] = window
             layers.append(SlotLayer(self, window))
         super().__init__(layers=layers)
-        self._filled = [
+        self._filled: list[tuple[SlotLayer, Any]] = [
             (mine, theirs)
             for mine, theirs in zip(layers, prefilled.layers, strict=True)
-            if isinstance(mine, SlotLayer) and theirs.is_initialized
+            if isinstance(mine, SlotLayer) and isinstance(theirs, DynamicLayer) and theirs.is_initialized
         ]
         self._index: Tensor | None = None
         columns = prefilled.get_seq_length()
-        # The last prompt token is this call's first root: it is in the buffers already and counts from the first commit on.
+        # The last prompt token is the first root: it is in the buffers already and counts from the first commit on.
         self.lengths = [columns - pad - 1 for pad in self.padding]
         self.capacity = max(SMALLEST_CAPACITY, 2 * columns)
         for slot_layer, layer in self._filled:
@@ -191,8 +193,7 @@ class SlotCache(Cache):
         return grown
 
     def _device(self) -> torch.device:
-        device: torch.device = self._filled[0][0].keys.device
-        return device
+        return self._filled[0][0].keys.device
 
     def _level(self) -> bool:
         return min(self.lengths) == max(self.lengths)
@@ -232,10 +233,9 @@ class SlotCache(Cache):
         masks = {}
         for kind, window in self.windows.items():
             near = visible
-            if kind == "chunked_attention":
-                near = visible & (at // window == key_at // window)
-            elif window is not None:
-                near = visible & (at - key_at < window)
+            if window is not None:
+                chunked = kind == "chunked_attention"
+                near = visible & ((at // window == key_at // window) if chunked else (at - key_at < window))
             first, _ = self.span(width, window)
             blocked = torch.zeros(near[..., first:].shape, dtype=dtype, device=device)
             masks[kind] = blocked.masked_fill_(~near[..., first:], torch.finfo(dtype).min).unsqueeze(1)
@@ -270,8 +270,10 @@ class SlotCache(Cache):
         batch, heads, _, dim = buffer.shape
         states = buffer.new_zeros((batch, heads, columns - first, dim))
         for row, (pad, length) in enumerate(zip(self.padding, self.lengths, strict=True)):
-            skip = max(first, pad)
-            states[row, :, skip - first : pad + length - first] = buffer[row, :, skip - pad : length]
+            # A row that ended long before the others may lie before the window altogether.
+            skip = min(max(first, pad), pad + length)
+            if skip >= first:
+                states[row, :, skip - first : pad + length - first] = buffer[row, :, skip - pad : length]
         return states
 
     def release(self) -> Cache:
@@ -307,9 +309,9 @@ class CropCache:
         return self.cache
 
     def begin(self, width: int) -> None:
-        """See `RowCache`. From the first pass after the prompt's on, sliding layers keep what they may have to restore."""
+        """See `RowCache`. After the prompt's pass sliding layers keep what they may have to restore."""
         if not self.recording:
-            self.cache.activate_past_recording()
+            self.cache.activate_past_recording()  # type: ignore[no-untyped-call]
             self.recording = True
         self.width = width
 

@@ -175,7 +175,10 @@ class Request:
 class DraftSession(Protocol):
     """A drafter's state in one call. It repairs itself from `Context.ids`: nobody tells it what was rejected."""
 
-    needs: Needs
+    @property
+    def needs(self) -> Needs:
+        """What it reads of the target's passes."""
+        ...
 
     def propose(self, context: Context, limit: Limit) -> Draft:
         """Guesses what follows the last id of each row.
@@ -188,13 +191,12 @@ class DraftSession(Protocol):
 
 
 class Drafter(Protocol):
-    """What a user builds once: immutable, and shared between calls and threads.
+    """What a user builds once: immutable, and shared between calls and threads."""
 
-    Attributes:
-        num_assistant_tokens: how many tokens to ask for where the caller does not say.
-    """
-
-    num_assistant_tokens: int
+    @property
+    def num_assistant_tokens(self) -> int:
+        """How deep to draft where the caller does not say."""
+        ...
 
     def start(self, target: PreTrainedModel, request: Request) -> DraftSession:
         """Opens a session for one call; raises ValueError for what cannot work, before any forward pass."""

@@ -18,8 +18,9 @@ from transformers import (
     PreTrainedTokenizerBase,
     StoppingCriteriaList,
 )
-from transformers.generation import BaseStreamer, GenerationMode
+from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.stopping_criteria import MaxLengthCriteria, StopStringCriteria
+from transformers.generation.streamers import BaseStreamer
 
 from hf_specgen import attention
 from hf_specgen.assistants import ACCEPTED, resolve
@@ -185,7 +186,7 @@ def refuse(model: PreTrainedModel, prompt: Prompt) -> None:
         )
     cache = prompt.model_kwargs.get("cache")
     if cache is None:
-        raise ValueError(f"{type(model).__name__} keeps its state in no transformers cache, so it cannot be rolled back")
+        raise ValueError(f"{type(model).__name__} keeps its state in no transformers cache and cannot be rolled back")
     if (stuck := why_not_croppable(cache)) is not None:
         raise ValueError(f"rejected tokens cannot be removed from a {stuck}, so assistant= cannot use it")
 
@@ -209,7 +210,8 @@ def _noise(seed: int | Sequence[int] | None, batch: int, device: torch.device) -
 
 def _finish(prepared: Prepared) -> Tensor | SpeculativeOutput:
     """Runs a call to its end: what `generate` returns."""
-    call, streamer = prepared.call, prepared.options.streamer
+    call = prepared.call
+    streamer: Any = prepared.options.streamer
     if streamer is not None and not prepared.options.prompt_streamed:
         streamer.put(call.rows.prompt.cpu())
     for step in decode(call):
@@ -272,8 +274,10 @@ def stream(model: torch.nn.Module, inputs: Tensor | None = None, **kwargs: Any) 
     return steps
 
 
-class SpecGenMixin(GenerationMixin):  # type: ignore[misc]
+class SpecGenMixin(GenerationMixin):
     """A GenerationMixin whose `generate` takes `assistant=`. `enable` puts it under a model; a class may inherit it."""
+
+    config: Any
 
     def generate(self, *args: Any, assistant: Any = None, **kwargs: Any) -> Any:
         """Stock `generate`, and with `assistant=` the same tokens faster.
@@ -336,8 +340,8 @@ def _is_door(custom_generate: Any) -> bool:
 
 
 @functools.cache
-def _enabled_class(plain: type[PreTrainedModel]) -> type[PreTrainedModel]:
-    """`plain` with the mixin in front, under the same name, so that whatever prints or saves the name is not surprised."""
+def _enabled_class(plain: Any) -> Any:
+    """`plain` with the mixin in front, under the same name: what prints or saves the name must not change."""
     body = {
         "__module__": plain.__module__,
         "__qualname__": plain.__qualname__,
@@ -348,10 +352,11 @@ def _enabled_class(plain: type[PreTrainedModel]) -> type[PreTrainedModel]:
     return type(plain.__name__, (SpecGenMixin, plain), body)
 
 
-def _revived(plain: type[PreTrainedModel]) -> PreTrainedModel:
+def _revived(plain: Any) -> PreTrainedModel:
     """Pickle looks a class up by its name and would find the plain one; so it is made anew from that."""
     enabled = _enabled_class(plain)
-    return enabled.__new__(enabled)
+    model: PreTrainedModel = enabled.__new__(enabled)
+    return model
 
 
 def _generative(model: torch.nn.Module) -> PreTrainedModel:
@@ -376,8 +381,9 @@ def enable(model: Model) -> Model:
     """
     inner = _generative(model)
     if not isinstance(inner, SpecGenMixin):
-        inner.__class__ = _enabled_class(type(inner))
-        inner._attention_before = attention.install(inner)
+        kind: Any = type(inner)
+        inner.__class__ = _enabled_class(kind)
+        attention.install(inner)
     return model
 
 
@@ -393,7 +399,6 @@ def disable(model: Model) -> Model:
     inner = _generative(model)
     plain = getattr(type(inner), "_plain_class", None)
     if plain is not None:
-        attention.uninstall(inner, inner._attention_before)
-        del inner._attention_before
+        attention.uninstall(inner)
         inner.__class__ = plain
     return model

@@ -2,8 +2,8 @@
 
     prefill -> walk -> commit -> emit -> propose -> verify -> walk -> commit -> emit -> ...
 
-Everything else (`generate`, `stream`, the statistics) is a fold over the generator below. The loop knows drafters by their
-protocol only.
+Everything else (`generate`, `stream`, the statistics) is a fold over the generator below. The loop knows drafters by
+their protocol only.
 """
 
 from __future__ import annotations

@@ -1,16 +1,21 @@
-"""What a call returns beside the tokens: scores, logits, hidden states, one entry a new token, as stock returns them."""
+"""What a call returns beside the tokens: scores, logits and hidden states, one entry a new token, as in stock."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
-from transformers import Cache, GenerationConfig
-from transformers.generation import GenerateDecoderOnlyOutput
+from transformers import GenerationConfig
+from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from hf_specgen.stats import Stats
-from hf_specgen.target import Pass
+
+if TYPE_CHECKING:
+    from transformers import Cache
+
+    from hf_specgen.target import Pass
 
 
 @dataclass
@@ -64,16 +69,18 @@ class Recorder:
 
     def output(self, sequences: Tensor, cache: Cache, stats: Stats) -> SpeculativeOutput:
         """The call's result as `return_dict_in_generate=True` gives it."""
-        hidden = None
+        hidden: Any = None
         if self.hidden_wanted:
             layers = range(len(self._prompt_hidden))
             columns = [_columns([[step[layer] for step in row] for row in self._hidden]) for layer in layers]
             later = [tuple(layer.unsqueeze(1) for layer in step) for step in zip(*columns, strict=True)]
             hidden = (self._prompt_hidden, *later)
+        scores: Any = _columns(self._scores) if self.scores_wanted else None
+        logits: Any = _columns(self._logits) if self.logits_wanted else None
         return SpeculativeOutput(
-            sequences=sequences,
-            scores=_columns(self._scores) if self.scores_wanted else None,
-            logits=_columns(self._logits) if self.logits_wanted else None,
+            sequences=cast(torch.LongTensor, sequences),
+            scores=scores,
+            logits=logits,
             hidden_states=hidden,
             cache=cache,
             speculation=stats,

@@ -8,10 +8,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hf_specgen.draft import Draft
-from hf_specgen.sampling import Noise
-from hf_specgen.trees import Tree
-
 
 @dataclass(frozen=True)
 class Ends:
@@ -126,11 +122,3 @@ class Rows:
         ]
         tail = torch.tensor(new, dtype=self.prompt.dtype, device=self.prompt.device).view(self.batch, longest)
         return torch.cat([self.prompt, tail], dim=1)
-
-
-def noise_at(noise: Noise | None, rows: Rows, draft: Draft) -> Noise | None:
-    """The noise of the choices at the root and at every node of `draft`; None when greedy."""
-    if noise is None:
-        return None
-    positions = rows.next_positions().to(draft.tokens.device)
-    return noise.at(positions + Tree.of(draft).depth, positions[:, 0])

@@ -100,7 +100,7 @@ class Target:
     """
 
     def __init__(self, model: PreTrainedModel, prompt: Prompt, hidden_states: bool = False) -> None:
-        self.model = model
+        self.model: Any = model  # transformers types a model's methods as tensors
         self.prompt = prompt
         self.hidden_states = hidden_states
         self.slots = takes_slots(model, prompt)
@@ -122,7 +122,8 @@ class Target:
     @property
     def device(self) -> torch.device:
         """Where the target takes its inputs."""
-        return self.model.device
+        device: torch.device = self.model.device
+        return device
 
     def prefill(self) -> Pass:
         """The prompt's pass, as stock makes it, so that the first token and what is cached are stock's to the bit."""
@@ -141,7 +142,7 @@ class Target:
         self._extras = self._running_inputs()
         positions = prompt.model_kwargs.get("position_ids")
         if positions is not None:
-            # What a position exceeds the count of cached tokens by: 0 but for padding and for positions the caller chose.
+            # What positions exceed the count of cached tokens by: 0 but for padding and positions the caller chose.
             lengths = torch.tensor(self.cache.lengths, device=positions.device).view(-1, 1)
             self._offset = (positions[..., -1:] - lengths).to(self.device)
         # The prompt's tensors (images among them) are not needed again.
@@ -203,4 +204,4 @@ def prompt_of(model: PreTrainedModel, rows: Sequence[Sequence[int]]) -> Prompt:
         del kwargs["position_ids"]
     if "logits_to_keep" in parameters:
         kwargs["logits_to_keep"] = 1
-    return Prompt(ids, GenerationConfig(), kwargs)
+    return Prompt(ids, GenerationConfig(), kwargs)  # type: ignore[no-untyped-call]

@@ -19,7 +19,7 @@ class Tree:
     Attributes:
         depth: `(batch, width)` int64 steps from the root. The root and places without a node have 0.
         ancestors: `(batch, width, width)` bool; `[b, i, j]` says that j lies on the path from the root to i, i itself
-            included. A place without a node has only itself.
+            included. For a place without a node it means nothing, but it has itself.
     """
 
     depth: Tensor
@@ -34,6 +34,11 @@ class Tree:
         """
         batch, nodes = draft.tokens.shape
         width = nodes + 1
+        if draft.is_chain:
+            device = draft.parents.device
+            # A place without a node must not claim a position: beyond the model's last one there is nothing to look up.
+            depth = torch.nn.functional.pad(draft.parents + 1, (1, 0))
+            return cls(depth, torch.ones(width, width, dtype=torch.bool, device=device).tril().expand(batch, -1, -1))
         reach = torch.eye(width, device=draft.parents.device).repeat(batch, 1, 1)
         if nodes:
             places = torch.arange(width, device=draft.parents.device)

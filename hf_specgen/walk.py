@@ -7,8 +7,8 @@ them, once a token, in order; so whatever keeps state just works. Both end in th
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Protocol
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -21,17 +21,22 @@ from transformers.generation.stopping_criteria import (
 )
 
 from hf_specgen.draft import Draft
-from hf_specgen.outputs import Recorder
-from hf_specgen.rows import Rows, noise_at
+from hf_specgen.rows import Rows
 from hf_specgen.sampling import Noise, Processors
-from hf_specgen.target import Pass
 from hf_specgen.trees import Tree
 from hf_specgen.verify import Verifier, accepted, cut
+
+if TYPE_CHECKING:
+    from hf_specgen.outputs import Recorder
+    from hf_specgen.target import Pass
 
 # Criteria that the host can apply to a row's tokens by itself.
 COUNTED = (MaxLengthCriteria, EosTokenCriteria, MaxTimeCriteria)
 # Criteria that keep no state and judge every row by itself.
 ROW_BY_ROW = (*COUNTED, StopStringCriteria)
+
+# Processed scores and the tokens chosen by them.
+Scored = tuple[Tensor, Tensor]
 
 
 @dataclass
@@ -110,6 +115,22 @@ class Walk(Protocol):
         ...
 
 
+def score(rules: Rules, passed: Pass, draft: Draft, rows: Rows) -> Scored:
+    """The target's processed scores and choices at every node, for processors that ignore the prefix.
+
+    Returns:
+        `(batch, width, vocab)` float32 and `(batch, width)` int64.
+    """
+    logits = passed.logits.float()
+    # Processors may write into what they are given.
+    scores = logits if rules.processors.empty else rules.processors.warp(logits.clone())
+    noise = rules.noise
+    if noise is not None:
+        first = rows.next_positions().to(scores.device)
+        noise = noise.at(first + Tree.of(draft).depth, first[:, 0])
+    return scores, rules.verifier(scores, draft, noise)
+
+
 class WalkAtOnce:
     """Every node is scored in one call; the round's one read from the device is here.
 
@@ -126,17 +147,13 @@ class WalkAtOnce:
 
     def __call__(self, passed: Pass, draft: Draft, rows: Rows) -> Decision:
         """See `Walk`."""
-        rules = self.rules
-        logits = passed.logits.float()
-        # Processors may write into what they are given.
-        scores = logits if rules.processors.empty else rules.processors.warp(logits.clone())
-        chosen = rules.verifier(scores, draft, noise_at(rules.noise, rows, draft))
+        scores, chosen = score(self.rules, passed, draft, rows)
         drafted = (draft.parents >= 0).sum(1, keepdim=True)
         nodes = draft.nodes
         read: list[list[int]] = torch.cat([accepted(draft, chosen), draft.tokens, drafted, chosen], dim=1).tolist()
         decision = Decision.nothing(rows.batch)
         room = rows.room()
-        if rules.lockstep:
+        if self.rules.lockstep:
             least = min(1 + sum(row[:nodes]) for row, left in zip(read, room, strict=True) if left)
             room = [min(least, left) for left in room]
         for row, left in enumerate(room):
@@ -186,55 +203,49 @@ class WalkByStep:
         """See `Walk`."""
         decision = Decision.nothing(rows.batch)
         children = Children(draft)
+        # A rule that wants every node at once has chosen before anybody walks.
+        ready = score(self.rules, passed, draft, rows) if self.rules.verifier.all_nodes else None
         for group, processors in zip(self.groups, self.processors, strict=True):
             if not all(rows.finished[row] for row in group):
                 for row in group:
                     decision.drafted[row] = children.count[row]
                     decision.draft_tokens[row] = children.tokens[row]
-                self._walk(_Stand(group, processors, passed, children), rows, decision)
+                stand = _Stand(group, processors, passed, children, rows.next_positions()[group])
+                self._walk(stand, ready, rows, decision)
         return decision
 
-    def _walk(self, stand: _Stand, rows: Rows, decision: Decision) -> None:
+    def _walk(self, stand: _Stand, ready: Scored | None, rows: Rows, decision: Decision) -> None:
         """Choose, take, ask the criteria, step to the child: until a row of the group has no such child."""
         group = stand.group
-        first = rows.next_positions()[group]
         while True:
             live = [row for row in group if not rows.finished[row]]
             column = max(rows.generated[row] for row in group)
-            chosen = self._choose(stand, rows, first)
-            tokens = {row: token if row in live else rows.ends.pad for row, token in zip(group, chosen, strict=True)}
+            scores, chosen = self._choose(stand, rows) if ready is None else stand.pick(ready)
+            if self._seen is not None:
+                self._seen += (scores,)
+            tokens = dict.fromkeys(group, rows.ends.pad)
+            for row, token, place_scores in zip(group, chosen.tolist(), scores, strict=True):
+                if row in live:
+                    self.recorder.record(row, stand.node[row], stand.passed, place_scores)
+                    stand.take(row, token, decision)
+                    rows.append(row, [token])
+                    tokens[row] = token
             rows.write(group, column, tokens)
-            for row in live:
-                stand.take(row, tokens[row], decision)
-                rows.append(row, [tokens[row]])
             rows.stop(group, self.rules.criteria(rows.show(group, column + 1), self._seen).tolist())
             stuck = [row for row in live if not stand.step(row, tokens[row], decision) and not rows.finished[row]]
             if stuck or all(rows.finished[row] for row in group):
                 return
 
-    def _choose(self, stand: _Stand, rows: Rows, first: Tensor) -> list[int]:
-        """The target's choice at the node where each row of the group stands.
-
-        Args:
-            stand: where the rows are.
-            rows: what they decided.
-            first: `(rows, 1)` the position of the first token this walk decided.
-        """
-        group, rules, nodes = stand.group, self.rules, stand.nodes
-        column = max(rows.generated[row] for row in group)
+    def _choose(self, stand: _Stand, rows: Rows) -> Scored:
+        """The processed scores `(rows, vocab)` and the choice `(rows,)` at the node where each row stands."""
+        group, nodes, rules = stand.group, stand.nodes, self.rules
         logits = stand.passed.logits[group, nodes].to(torch.float32, copy=True)
-        scores = stand.processors(rows.show(group, column), logits)
-        if self._seen is not None:
-            self._seen += (scores,)
-        for place, row in enumerate(group):
-            if not rows.finished[row]:
-                self.recorder.record(row, nodes[place], stand.passed, scores[place])
+        scores = stand.processors(rows.show(group, max(rows.generated[row] for row in group)), logits)
         noise = rules.noise
         if noise is not None:
-            noise = noise.rows(group).at(rows.next_positions()[group], first[:, 0])
+            noise = noise.rows(group).at(rows.next_positions()[group], stand.first[:, 0])
         below = Draft.empty(len(group)) if rules.verifier.coupled else stand.children.draft_below(group, nodes)
-        chosen: list[int] = rules.verifier(scores.unsqueeze(1), below, noise)[:, 0].tolist()
-        return chosen
+        return scores, rules.verifier(scores.unsqueeze(1), below, noise)[:, 0]
 
 
 class Children:
@@ -276,30 +287,51 @@ class Children:
         return Draft(draft.tokens[picked, column].unsqueeze(1), there.unsqueeze(1) - 1, probs, is_chain=True)
 
 
+@dataclass
 class _Stand:
-    """Where the rows of a group stand in their drafts."""
+    """Where the rows of a group stand in their drafts.
 
-    def __init__(self, group: list[int], processors: Processors, passed: Pass, children: Children) -> None:
-        self.group = group
-        self.processors = processors
-        self.passed = passed
-        self.children = children
-        self.nodes = [0] * len(group)
+    Attributes:
+        group: neighbouring rows that walk together.
+        processors: what their scores go through.
+        passed: the target's pass.
+        children: of the draft.
+        first: `(rows, 1)` the position of the first token that this walk decides.
+        node: for each row the node it stands on; the root to begin with.
+    """
+
+    group: list[int]
+    processors: Processors
+    passed: Pass
+    children: Children
+    first: Tensor
+    node: dict[int, int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Every row starts at its root."""
+        self.node = dict.fromkeys(self.group, 0)
+
+    @property
+    def nodes(self) -> list[int]:
+        """`node` in the order of the group."""
+        return [self.node[row] for row in self.group]
+
+    def pick(self, ready: Scored) -> Scored:
+        """What was scored and chosen beforehand where the rows stand."""
+        scores, chosen = ready
+        return scores[self.group, self.nodes], chosen[self.group, self.nodes]
 
     def take(self, row: int, token: int, decision: Decision) -> None:
         """Keeps the node on which the row stands, and the token chosen there."""
-        node = self.nodes[self.group.index(row)]
         path = decision.paths[row] or []
-        decision.paths[row] = [*path, node] if node else path
+        decision.paths[row] = [*path, self.node[row]] if self.node[row] else path
         decision.tokens[row].append(token)
 
     def step(self, row: int, token: int, decision: Decision) -> bool:
         """Moves the row to the child that carries `token`; False if there is none."""
-        place = self.group.index(row)
-        child = self.children.find(row, self.nodes[place], token)
+        child = self.children.find(row, self.node[row], token)
         if child is None:
-            self.nodes[place] = 0
             return False
-        self.nodes[place] = child
+        self.node[row] = child
         decision.accepted[row] += 1
         return True

@@ -99,7 +99,7 @@ class DraftModelSession:
             return limit.depth
         reach = [longest - len(ids) for ids in context.ids]
         if min(reach) < 1 and not self._warned:
-            logger.warning("a text has outgrown the drafter's %d positions; it is decoded plainly from there on", longest)
+            logger.warning("a text has outgrown the drafter's %d positions; it goes on without drafts", longest)
             self._warned = True
         return tuple(max(0, min(asked, left)) for asked, left in zip(limit.depth, reach, strict=True))
 
@@ -218,7 +218,7 @@ class DraftModelSession:
     def _paths(self, tokens: Tensor, parents: Tensor, frontier: Tensor) -> list[list[list[int]]]:
         """For each row and frontier node the drafted ids up to it."""
         drafted, above = self._host(tokens), self._host(parents)
-        paths = []
+        paths: list[list[list[int]]] = []
         for row, nodes in enumerate(self._host(frontier)):
             paths.append([])
             for node in nodes:
@@ -245,4 +245,6 @@ def eval_view(model: PreTrainedModel) -> PreTrainedModel:
     if not any(module.training for module in model.modules()):
         return model
     shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
-    return copy.deepcopy(model, shared).eval()
+    view = copy.deepcopy(model, shared)
+    view.train(False)
+    return view

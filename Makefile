@@ -1,0 +1,62 @@
+# Each target sets itself up: the first one that runs makes .venv, and a change of the pins or of pyproject.toml renews it.
+
+PYTHON ?= python3
+PYTEST_WORKERS ?= 2
+BIN := .venv/bin
+NEWEST := .venv-newest
+
+# Forked tokenizers warn, and a warning fails a test.
+export TOKENIZERS_PARALLELISM := false
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+# One thread a worker: two workers with two threads each stall one another on two cores. What measures time runs by
+# itself afterwards. $(1): the python, $(2): a marker expression in front.
+define pytest
+OMP_NUM_THREADS=1 $(1) -m pytest -n $(PYTEST_WORKERS) -m "$(2)not timing"
+OMP_NUM_THREADS=1 $(1) -m pytest -m "$(2)timing"
+endef
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-all test-newest check fix bench
+
+help:
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
+
+demo: .venv/ready ## the main job on a real model: text as it comes, and a table of speeds
+	$(BIN)/python -m hf_specgen.bench.demo
+
+test: .venv/ready ## the tests, without the slow corners
+	$(call pytest,$(BIN)/python,not slow and )
+
+test-all: .venv/ready ## all tests
+	$(call pytest,$(BIN)/python,)
+
+test-newest: $(NEWEST)/ready ## the tests with the newest transformers there is
+	$(NEWEST)/bin/python -m pip install -q -U -c $(NEWEST)/constraints.txt 'transformers<6'
+	$(call pytest,$(NEWEST)/bin/python,not slow and )
+
+check: .venv/ready ## lint, format and types
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+fix: .venv/ready ## what lint and format can mend by themselves
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+bench: .venv/ready ## the measurements
+	$(BIN)/python -m pip install -q -c constraints.txt -e ".[bench]"
+	$(BIN)/python -m hf_specgen.bench
+
+.venv/ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install -q -c constraints.txt torch
+	$(BIN)/python -m pip install -q -c constraints.txt -e ".[dev]"
+	touch $@
+
+$(NEWEST)/ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(NEWEST)
+	grep -v '^transformers==' constraints.txt > $(NEWEST)/constraints.txt
+	$(NEWEST)/bin/python -m pip install -q -c $(NEWEST)/constraints.txt torch
+	$(NEWEST)/bin/python -m pip install -q -c $(NEWEST)/constraints.txt -e ".[dev]"
+	touch $@

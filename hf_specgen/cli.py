@@ -1,0 +1,136 @@
+"""`hf-specgen`: the package from a shell."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+import torch
+import typer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+
+import hf_specgen as sg
+
+app = typer.Typer(help="Speculative decoding for Hugging Face models.", no_args_is_help=True, add_completion=False)
+
+DRAFTED = typer.colors.GREEN
+
+
+@app.callback()
+def main() -> None:
+    """Speculative decoding for Hugging Face models."""
+
+
+@dataclass
+class Text:
+    """Turns tokens into pieces of text as they come; a piece may have to wait for the rest of a character.
+
+    Args:
+        tokenizer: of the target.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    _ids: list[int] = field(default_factory=list)
+    _shown: int = 0  # ids whose text is out
+    _start: int = 0  # where decoding starts: a token's text may depend on the one before
+
+    def add(self, token: int) -> str:
+        """The text that `token` completes; empty while a character is incomplete."""
+        self._ids.append(token)
+        before = self._decode(self._ids[self._start : self._shown])
+        after = self._decode(self._ids[self._start :])
+        if after.endswith("�") or len(after) <= len(before):
+            return ""
+        self._start, self._shown = self._shown, len(self._ids)
+        return after[len(before) :]
+
+    def _decode(self, ids: list[int]) -> str:
+        text: str = self.tokenizer.decode(ids, skip_special_tokens=True)
+        return text
+
+
+def pieces(steps: Iterable[sg.Step], tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[str, bool]]:
+    """The text of the first row as it comes, each piece with whether a drafted token brought it."""
+    text = Text(tokenizer)
+    for step in steps:
+        for place, token in enumerate(step.tokens[0]):
+            if piece := text.add(token):
+                yield piece, place < step.accepted[0]
+
+
+def parse_assistant(assistant: str) -> Any:
+    """What `--assistant` names: "ngram", "plain", a dict in JSON, or else the path or hub id of a causal LM."""
+    if assistant == "ngram":
+        return sg.PromptLookup()
+    if assistant == "plain":
+        return sg.Plain()
+    if assistant.startswith("{"):
+        return json.loads(assistant)
+    return {"method": "draft_model", "model": assistant}
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str, typer.Argument(help="The prompt; - reads standard input.")],
+    model: Annotated[str, typer.Option(help="Path or hub id of the target.")],
+    assistant: Annotated[str, typer.Option(help='"ngram", "plain", a model, or a config in JSON.')] = "ngram",
+    max_new_tokens: Annotated[int, typer.Option(min=1)] = 256,
+    raw: Annotated[bool, typer.Option("--raw", help="No chat template.")] = False,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="name=value for generate, e.g. --set temperature=0.7 --set do_sample=true"),
+    ] = None,
+) -> None:
+    """Streams a completion; what was drafted and accepted is green. Counts go to standard error."""
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    target: Any = AutoModelForCausalLM.from_pretrained(model, dtype="auto")
+    target = sg.enable(target.to("cuda" if torch.cuda.is_available() else "cpu").eval())
+    inputs = encode(tokenizer, sys.stdin.read() if prompt == "-" else prompt, raw).to(target.device)
+    stats = sg.Stats()
+    try:
+        steps = sg.stream(
+            target,
+            **inputs,
+            assistant=parse_assistant(assistant),
+            max_new_tokens=max_new_tokens,
+            stats=stats,
+            tokenizer=tokenizer,
+            **dict(map(_setting, settings or [])),
+        )
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    for piece, drafted in pieces(steps, tokenizer):
+        typer.secho(piece, fg=DRAFTED if drafted else None, nl=False)
+    typer.echo()
+    typer.echo(summary(stats), err=True)
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, prompt: str, raw: bool = False) -> Any:
+    """The prompt's ids and mask, through the chat template where the tokenizer has one."""
+    if raw or tokenizer.chat_template is None:
+        return tokenizer(prompt, return_tensors="pt")
+    turn = [{"role": "user", "content": prompt}]
+    return tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+
+
+def summary(stats: sg.Stats) -> str:
+    """One line of what a call did."""
+    decoding_s = stats.seconds - stats.prefill_s
+    speed = (stats.tokens - stats.first_tokens) / decoding_s if decoding_s else 0.0
+    return (
+        f"{stats.tokens} tokens in {stats.rounds} rounds, {stats.mean_accepted_tokens:.2f} a round, "
+        f"{stats.accepted} of {stats.drafted} drafted tokens accepted, {speed:.1f} tokens/s after the first"
+    )
+
+
+def _setting(text: str) -> tuple[str, Any]:
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise typer.BadParameter(f"--set takes name=value, not {text!r}")
+    try:
+        return name, json.loads(value)
+    except json.JSONDecodeError:
+        return name, value
