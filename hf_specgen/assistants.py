@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from os import PathLike
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_specgen.draft import Drafter
@@ -45,11 +47,11 @@ def resolve(assistant: Any, target: PreTrainedModel) -> Assistant:
     Raises:
         ValueError: it is none of what is accepted, or a config names a method or field that does not exist.
     """
-    if isinstance(assistant, PreTrainedModel):
+    if isinstance(assistant, torch.nn.Module) and not callable(getattr(assistant, "start", None)):
         assistant = DraftModel(assistant)
     if isinstance(assistant, Mapping):
         return _from_config(dict(assistant), target)
-    if not callable(getattr(assistant, "start", None)):
+    if isinstance(assistant, type) or not callable(getattr(assistant, "start", None)):
         raise ValueError(f"assistant={assistant!r} is not {ACCEPTED}")
     return Assistant(assistant, assistant.num_assistant_tokens)
 
@@ -57,7 +59,7 @@ def resolve(assistant: Any, target: PreTrainedModel) -> Assistant:
 def _from_config(config: dict[str, Any], target: PreTrainedModel) -> Assistant:
     """Reads vLLM's field names."""
     method = config.pop("method", None)
-    if method not in _METHODS:
+    if not isinstance(method, str) or method not in _METHODS:
         raise ValueError(f"method={method!r} is not one of {', '.join(map(repr, _METHODS))}")
     tokens: int | None = config.pop("num_speculative_tokens", None)
     drafter = _METHODS[method](config, target)
@@ -78,12 +80,14 @@ def _draft_model(config: dict[str, Any], target: PreTrainedModel) -> Drafter:
     model = config.pop("model", None)
     if model is None:
         raise ValueError("method='draft_model' needs 'model': a path, a hub id or a loaded causal LM")
-    if not isinstance(model, PreTrainedModel):
-        known = _loaded.setdefault(target, {})
-        if model not in known:
-            loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype=target.dtype)
-            known[model] = loaded.to(target.device).eval()
-        model = known[model]
+    if not isinstance(model, str | PathLike | torch.nn.Module):
+        raise ValueError(f"'model' is {model!r}; it must be a path, a hub id or a loaded causal LM")
+    if not isinstance(model, torch.nn.Module):
+        known, path = _loaded.setdefault(target, {}), str(model)
+        if path not in known:
+            loaded: Any = AutoModelForCausalLM.from_pretrained(path, dtype=target.dtype)
+            known[path] = loaded.to(target.device).eval()
+        model = known[path]
     return DraftModel(model)
 
 

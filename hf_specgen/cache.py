@@ -230,6 +230,8 @@ class SlotCache(Cache):
         visible |= (node < 0).unsqueeze(1)
         at = (lengths + tree.depth).unsqueeze(-1)  # (batch, width, 1): the position of each query
         key_at = torch.where(node < 0, slots, lengths + tree.depth.gather(1, in_pass)).unsqueeze(1)
+        # Eager attention softmaxes in float32 whatever the model's format: float64's own minimum would be -inf there.
+        blocking = max(torch.finfo(dtype).min, torch.finfo(torch.float32).min)
         masks = {}
         for kind, window in self.windows.items():
             near = visible
@@ -238,7 +240,7 @@ class SlotCache(Cache):
                 near = visible & ((at // window == key_at // window) if chunked else (at - key_at < window))
             first, _ = self.span(width, window)
             blocked = torch.zeros(near[..., first:].shape, dtype=dtype, device=device)
-            masks[kind] = blocked.masked_fill_(~near[..., first:], torch.finfo(dtype).min).unsqueeze(1)
+            masks[kind] = blocked.masked_fill_(~near[..., first:], blocking).unsqueeze(1)
         return masks if self.dict_masks else next(iter(masks.values()))
 
     def commit(self, paths: Sequence[Sequence[int] | None]) -> None:
@@ -330,6 +332,13 @@ class CropCache:
             # crop(0) is no waste: it lets sliding layers fall back to their window.
             self.cache.crop(keep - self.width)
         self.lengths = [length + keep for length in self.lengths]
+        held = self.cache.get_seq_length()
+        # A static cache keeps its count on the device, where it is not worth a read; stock's are tested.
+        if isinstance(held, int) and held != self.lengths[0]:
+            raise RuntimeError(
+                f"{type(self.cache).__name__} holds {held} tokens after crop() and not {self.lengths[0]}: "
+                "rejected tokens cannot be removed from it"
+            )
 
     def release(self) -> Cache:
         """See `RowCache`."""

@@ -48,8 +48,7 @@ class Text:
         return after[len(before) :]
 
     def _decode(self, ids: list[int]) -> str:
-        text: str = self.tokenizer.decode(ids, skip_special_tokens=True)
-        return text
+        return str(self.tokenizer.decode(ids, skip_special_tokens=True))
 
 
 def pieces(steps: Iterable[sg.Step], tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[str, bool]]:

@@ -6,7 +6,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -32,7 +32,7 @@ from hf_specgen.outputs import Recorder, SpeculativeOutput
 from hf_specgen.rows import Ends, Rows
 from hf_specgen.sampling import Noise, Processors, fresh_seed
 from hf_specgen.stats import Stats, Step
-from hf_specgen.target import Prompt, Target
+from hf_specgen.target import Prompt, Target, generative
 from hf_specgen.verify import Verifier, by_name
 from hf_specgen.walk import Rules, WalkAtOnce, WalkByStep
 
@@ -123,10 +123,14 @@ def prepare(
     refuse(model, prompt)
     if options.assistant is None:
         raise ValueError(f"assistant= is missing; it is {ACCEPTED}")
+    if not isinstance(options.stats, Stats | None):
+        raise ValueError(f"stats={options.stats!r} is not an hf_specgen.Stats")
     assistant = resolve(options.assistant, model)
     criteria = _with_stop_strings(criteria, options)
     batch = prompt.input_ids.shape[0]
     target = Target(model, prompt, hidden_states=bool(config.return_dict_in_generate and config.output_hidden_states))
+    if isinstance(options.seed, Sequence) and len(options.seed) != batch:
+        raise ValueError(f"seed has {len(options.seed)} entries for {batch} rows")
     noise = _noise(options.seed, batch, prompt.input_ids.device) if config.do_sample else None
     rules = Rules(Processors(processors), criteria, by_name(options.acceptance), noise)
     if rules.verifier.all_nodes and not rules.processors.pure:
@@ -203,8 +207,6 @@ def _with_stop_strings(criteria: StoppingCriteriaList, options: Options) -> Stop
 
 
 def _noise(seed: int | Sequence[int] | None, batch: int, device: torch.device) -> Noise:
-    if isinstance(seed, Sequence) and len(seed) != batch:
-        raise ValueError(f"seed has {len(seed)} entries for {batch} rows")
     return Noise.of(fresh_seed() if seed is None else seed, batch, device)
 
 
@@ -318,6 +320,18 @@ class SpecGenMixin(GenerationMixin):
         if self.config.is_encoder_decoder:
             raise ValueError(f"{type(self).__name__} is an encoder-decoder, which assistant= does not take yet")
 
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
+        """As stock, which knows attention functions by stock's names only."""
+        attention.uninstall(cast(torch.nn.Module, self))
+        return super().init_continuous_batching(*args, **kwargs)
+
+    def generate_batch(self, *args: Any, **kwargs: Any) -> Any:
+        """As stock."""
+        try:
+            return super().generate_batch(*args, **kwargs)
+        finally:
+            attention.install(cast(torch.nn.Module, self))
+
     def _extract_generation_mode_kwargs(
         self, custom_generate: Any, kwargs: dict[str, Any], synced_gpus: Any, assistant_model: Any, streamer: Any
     ) -> dict[str, Any]:
@@ -359,14 +373,6 @@ def _revived(plain: Any) -> PreTrainedModel:
     return model
 
 
-def _generative(model: torch.nn.Module) -> PreTrainedModel:
-    """The model itself, or the one inside a wrapper such as PEFT's."""
-    for module in model.modules():
-        if isinstance(module, PreTrainedModel) and isinstance(module, GenerationMixin):
-            return module
-    raise ValueError(f"{type(model).__name__} holds no transformers model that can generate")
-
-
 def enable(model: Model) -> Model:
     """Makes `model.generate` take `assistant=`. Twice is harmless; `disable` undoes it.
 
@@ -379,7 +385,7 @@ def enable(model: Model) -> Model:
     Returns:
         The same model.
     """
-    inner = _generative(model)
+    inner = generative(model)
     if not isinstance(inner, SpecGenMixin):
         kind: Any = type(inner)
         inner.__class__ = _enabled_class(kind)
@@ -396,7 +402,7 @@ def disable(model: Model) -> Model:
     Returns:
         The same model.
     """
-    inner = _generative(model)
+    inner = generative(model)
     plain = getattr(type(inner), "_plain_class", None)
     if plain is not None:
         attention.uninstall(inner)

@@ -33,8 +33,8 @@ class Fixed:
 
     def __post_init__(self) -> None:
         """Refuses what cannot be a count."""
-        if self.tokens < 0:
-            raise ValueError(f"num_assistant_tokens is {self.tokens}; it must be 0 or more")
+        if not isinstance(self.tokens, int) or self.tokens < 0:
+            raise ValueError(f"num_assistant_tokens is {self.tokens!r}; it must be a whole number, 0 or more")
 
     def depth(self) -> int:
         """See `Controller`."""

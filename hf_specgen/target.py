@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 
 from hf_specgen.cache import CropCache, RowCache, SlotCache, fits_slots, is_users, new_cache
 from hf_specgen.draft import Draft
@@ -67,6 +67,18 @@ class Prompt:
             return None
         padding: list[int] = (~mask).sum(1).tolist()
         return padding
+
+
+def generative(model: torch.nn.Module) -> PreTrainedModel:
+    """The model itself, or the one inside a wrapper such as PEFT's.
+
+    Raises:
+        ValueError: there is none that can generate.
+    """
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel) and isinstance(module, GenerationMixin):
+            return module
+    raise ValueError(f"{type(model).__name__} holds no transformers model that can generate")
 
 
 def takes_slots(model: PreTrainedModel, prompt: Prompt) -> bool:
@@ -131,6 +143,8 @@ class Target:
         kwargs["output_hidden_states"] = self.hidden_states or kwargs.get("output_hidden_states")
         padding, batch = prompt.padding(), prompt.input_ids.shape[0]
         outputs = self.model._prefill(prompt.input_ids, prompt.generation_config, kwargs)
+        if outputs.get("cache") is None:
+            raise ValueError(f"{type(self.model).__name__} returned no cache")
         if self.slots and padding is not None:
             self.cache = SlotCache(outputs.cache, self.model.config.get_text_config(decoder=True), padding)
             self.prompt_lengths = [length + 1 for length in self.cache.lengths]
@@ -177,7 +191,10 @@ class Target:
         if self._offset is not None:
             lengths = torch.tensor(self.cache.lengths, device=self.device).view(-1, 1)
             kwargs["position_ids"] = self._offset + lengths + tree.depth
-        inputs = self.model.prepare_inputs_for_generation(ids, cache=self.cache.model_cache, use_cache=True, **kwargs)
+        cache = self.cache.model_cache
+        inputs = self.model.prepare_inputs_for_generation(ids, cache=cache, use_cache=True, **kwargs)
+        if inputs.get("cache") is not cache:
+            raise ValueError(f"{type(self.model).__name__} drops its cache in prepare_inputs_for_generation")
         inputs["output_hidden_states"] = self.hidden_states or None
         outputs = self.model(**inputs, return_dict=True)
         return Pass(outputs.logits, outputs.hidden_states if self.hidden_states else None)

@@ -114,16 +114,8 @@ class Rejection:
             return Matching()(scores, draft, noise)
         chain = _Chain.of(scores, draft)
         passed = chain.child & (noise.stream("accept").uniform() * chain.q < chain.p)
-        # Everything is drawn at one place a row: the first whose child does not pass.
-        stop = passed.long().cumprod(-1).sum(-1).clamp(max=scores.shape[1] - 1)
-        row = torch.arange(len(stop), device=stop.device)
-        target = chain.target[row, stop]
-        residual = _or_else((target - chain.drafted[row, stop]).clamp(min=0), target)
-        # A rejected token has p < q, so no residual; the mask keeps it out of the fallback too.
-        ids = torch.arange(scores.shape[-1], device=scores.device)
-        residual = residual.masked_fill(ids == chain.tokens[row, stop].unsqueeze(1), 0.0)
-        drawn = _draw(chain.child[row, stop], residual, scores[row, stop], noise.node(stop))
-        return torch.where(passed, chain.tokens, drawn.unsqueeze(1))
+        kept = passed.long().cumprod(-1).sum(-1)
+        return chain.settled(kept, torch.ones_like(chain.p[:, 0]), noise)
 
 
 @dataclass(frozen=True)
@@ -150,23 +142,14 @@ class BlockRejection:
             return Matching()(scores, draft, noise)
         chain = _Chain.of(scores, draft)
         weight = chain.weights()
-        missing = (weight.unsqueeze(-1).to(chain.target.dtype) * chain.target - chain.drafted).clamp(min=0)
-        total = missing.sum(-1, dtype=torch.float64)
-        # 0 / 0 means that p and q agree: whatever passes later, this much is right.
+        missing = weight.unsqueeze(-1).to(chain.target.dtype) * chain.target - chain.drafted
+        total = missing.clamp_(min=0).sum(-1, dtype=torch.float64)
+        # 0 / 0 where p and q agree: should rounding fail what follows, this much is right.
         chance = torch.where(total + 1 - weight > 0, total / (total + 1 - weight), 1.0)
-        chance = torch.where(chain.child, chance, weight)
-        place = torch.arange(scores.shape[1], device=scores.device)
-        length = chain.child.sum(-1, keepdim=True)
-        passed = (place <= length) & (noise.stream("accept").uniform() < chance)
-        kept = (place * passed).amax(-1)
-        row = torch.arange(len(kept), device=kept.device)
-        residual = _or_else(missing[row, kept], chain.target[row, kept])
-        drawn = _draw(chain.child[row, kept], residual, scores[row, kept], noise.node(kept))
-        # What is missing may be the very token that was drafted. Then the walk goes on past the kept ones, and the
-        # target chooses as if nothing had been drafted there.
-        ahead = kept.unsqueeze(1) - place
-        chosen = torch.where(ahead > 0, chain.tokens, noise.argmax(scores))
-        return torch.where(ahead == 0, drawn.unsqueeze(1), chosen)
+        # Behind a row's last token the weight is 0.
+        passed = noise.stream("accept").uniform() < torch.where(chain.child, chance, weight)
+        kept = (passed * torch.arange(passed.shape[1], device=passed.device)).amax(-1)
+        return chain.settled(kept, weight.gather(1, kept.unsqueeze(1)).squeeze(1), noise)
 
 
 @dataclass(frozen=True)
@@ -174,14 +157,16 @@ class _Chain:
     """A chain beside the target's view of it: at each of m places the child, if any, and both distributions.
 
     Attributes:
+        scores: `(batch, m, vocab)`, the target's.
         child: `(batch, m)` bool, a token was drafted to follow here.
         tokens: `(batch, m)` int64, that token; 0 without one.
         target: `(batch, m, vocab)`, the target's distribution of it.
         drafted: `(batch, m, vocab)`, the drafter's; means nothing without a token.
-        p: `(batch, m)` float64, the target's probability of the token.
+        p: `(batch, m)` float64, the target's probability of the token; 0 without one.
         q: `(batch, m)` float64, the drafter's.
     """
 
+    scores: Tensor
     child: Tensor
     tokens: Tensor
     target: Tensor
@@ -208,7 +193,7 @@ class _Chain:
             drafted = pad(draft.probs, (0, vocab - draft.probs.shape[-1], 0, more))
         p = target.gather(-1, index).squeeze(-1).double().masked_fill(~inside, 0.0)
         # At most 1 even if q was rounded up: a token of which the target is certain must never be turned down.
-        return cls(child, tokens, target, drafted, p, q.clamp(max=1))
+        return cls(scores, child, tokens, target, drafted, p, q.clamp(max=1))
 
     def weights(self) -> Tensor:
         """`(batch, m)` float64, block verification's w: the chance that the tokens before a place are all kept."""
@@ -218,23 +203,31 @@ class _Chain:
             weights.append((weights[-1] * ratio[:, place]).clamp(max=1))
         return torch.stack(weights, dim=1)
 
+    def settled(self, kept: Tensor, weight: Tensor, noise: Noise) -> Tensor:
+        """`(batch, m)` choices: the first `kept` drafted tokens, then one from max(0, weight p - q), normalised.
 
-def _or_else(residual: Tensor, target: Tensor) -> Tensor:
-    """`(batch, vocab)` weights; the target's where nothing is left, which only rounding can bring about."""
-    return torch.where(residual.sum(-1, keepdim=True) > 0, residual, target)
+        After the last token of a draft the target chooses instead, as everywhere. One token a row is drawn.
 
-
-def _draw(child: Tensor, residual: Tensor, scores: Tensor, noise: Noise) -> Tensor:
-    """One token a row: from the residual where a child was turned down, else the target's own choice.
-
-    Args:
-        child: `(batch,)` bool.
-        residual: `(batch, vocab)` weights.
-        scores: `(batch, vocab)`, the target's.
-        noise: the target's, bound to one place a row.
-    """
-    scores = torch.where(child.unsqueeze(1), residual.log(), scores)
-    return noise.stream("residual").where(child, noise).argmax(scores.unsqueeze(1)).squeeze(1)
+        Args:
+            kept: `(batch,)` int64; m if the child of the last place is kept too.
+            weight: `(batch,)`.
+            noise: the target's, bound to the m places.
+        """
+        stop = kept.clamp(max=self.child.shape[1] - 1)
+        row = torch.arange(len(stop), device=stop.device)
+        target, child = self.target[row, stop], self.child[row, stop]
+        residual = weight.unsqueeze(1).to(target.dtype) * target - self.drafted[row, stop]
+        # The token that was turned down has no residual, but for rounding: taken out, it cannot lead the walk on.
+        ids = torch.arange(target.shape[-1], device=target.device)
+        others = ids != self.tokens[row, stop].unsqueeze(1)
+        residual = residual.clamp(min=0) * others
+        # Nothing is left only where p and q agree, up to rounding.
+        residual = torch.where(residual.sum(-1, keepdim=True) > 0, residual, target * others)
+        scores = torch.where(child.unsqueeze(1), residual.log(), self.scores[row, stop])
+        here = noise.node(stop)
+        drawn = here.stream("residual").where(child, here).argmax(scores.unsqueeze(1))
+        place = torch.arange(self.child.shape[1], device=stop.device)
+        return torch.where(place < kept.unsqueeze(1), self.tokens, drawn)
 
 
 def accepted(draft: Draft, chosen: Tensor) -> Tensor:

@@ -152,10 +152,10 @@ class WalkAtOnce:
         nodes = draft.nodes
         read: list[list[int]] = torch.cat([accepted(draft, chosen), draft.tokens, drafted, chosen], dim=1).tolist()
         decision = Decision.nothing(rows.batch)
-        room = rows.room()
+        room = most = rows.room()
         if self.rules.lockstep:
             least = min(1 + sum(row[:nodes]) for row, left in zip(read, room, strict=True) if left)
-            room = [min(least, left) for left in room]
+            most = [min(least, left) for left in room]
         for row, left in enumerate(room):
             if left == 0:
                 continue
@@ -164,14 +164,14 @@ class WalkAtOnce:
             decision.drafted[row] = read[row][2 * nodes]
             path = [node for node, keep in enumerate(kept, 1) if keep]
             tokens = [choices[node] for node in (0, *path)]
-            count = cut(tokens, self._eos, left)
+            count = cut(tokens, self._eos, most[row])
             decision.tokens[row] = tokens[:count]
             decision.paths[row] = path[: count - 1]
             decision.accepted[row] = min(len(path), count)
             for node in (0, *path[: count - 1]):
                 self.recorder.record(row, node, passed, scores[row, node])
             rows.append(row, tokens[:count])
-            if tokens[count - 1] in self._eos or not rows.room()[row]:
+            if tokens[count - 1] in self._eos or count == left:
                 rows.finished[row] = True
         if any(bool(clock(rows.prompt, None).any()) for clock in self._clocks):
             rows.finished = [True] * rows.batch

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_specgen.draft import Context, Draft, Limit, Needs, Request, Verified
-from hf_specgen.target import Target, prompt_of, takes_slots
+from hf_specgen.target import Target, generative, prompt_of, takes_slots
 from hf_specgen.vocabulary import compare, size
 
 if TYPE_CHECKING:
@@ -27,7 +27,8 @@ class DraftModel:
     """A causal LM with the target's vocabulary drafts, with a cache of its own, on its own device.
 
     Args:
-        model: drafts. It is never written to; in train mode an eval-mode copy that shares its parameters drafts.
+        model: drafts; a wrapper such as PEFT's will do. It is never written to; in train mode an eval-mode copy that
+            shares its parameters drafts.
         tokenizer: the drafter's, for a comparison of the vocabularies token by token. Without both tokenizers only the
             sizes are compared.
         sample: draw drafts when the target samples (under `matching` with the target's own noise), or always take the
@@ -36,7 +37,7 @@ class DraftModel:
         num_assistant_tokens: how deep to draft where the caller does not say.
     """
 
-    model: PreTrainedModel
+    model: torch.nn.Module
     tokenizer: PreTrainedTokenizerBase | None = None
     sample: bool = True
     branches: int = 1
@@ -48,15 +49,16 @@ class DraftModel:
         Raises:
             ValueError: the vocabularies differ; the message names the first token on which they do.
         """
-        if self.model.config.is_encoder_decoder:
-            raise ValueError(f"{type(self.model).__name__} is an encoder-decoder; a drafter must be a causal LM")
-        if not takes_slots(self.model, prompt_of(self.model, [[0]])):
+        model = generative(self.model)
+        if model.config.is_encoder_decoder:
+            raise ValueError(f"{type(model).__name__} is an encoder-decoder; a drafter must be a causal LM")
+        if not takes_slots(model, prompt_of(model, [[0]])):
             raise ValueError(
-                f"{type(self.model).__name__} cannot draft: its cache cannot be rolled back row by row "
-                f"(attention {self.model.config._attn_implementation!r})"
+                f"{type(model).__name__} cannot draft: its cache cannot be rolled back row by row "
+                f"(attention {model.config._attn_implementation!r})"
             )
-        compare(target, self.model, request.tokenizer, self.tokenizer or request.assistant_tokenizer)
-        return DraftModelSession(self, eval_view(self.model), request, size(target))
+        compare(target, model, request.tokenizer, self.tokenizer or request.assistant_tokenizer)
+        return DraftModelSession(self, eval_view(model), request, size(target))
 
 
 class DraftModelSession:
