@@ -65,12 +65,18 @@ def _fold(seed: int) -> int:
 _STREAMS = {name: _fold(number) for number, name in enumerate(("draft", "accept", "residual"))}
 
 
+def _check_float64(device: torch.device | str) -> None:
+    if torch.device(device).type == "mps":
+        raise ValueError("Sampling needs float64, which mps does not have: decode greedily or on another device.")
+
+
 @dataclass(frozen=True, eq=False)
 class Noise:
-    """Noise keyed by (seed, row, position, token): equal questions get equal answers, on every device.
+    """Noise keyed by (seed, row, position, token): equal questions get equal answers.
 
     The object holds keys only; nothing is drawn, and no generator is read or advanced. A noise without a stream is the
-    target's own. float64 is needed, which mps does not have.
+    target's own. The hash is the same on every device, the Gumbel noise made of it up to the last bits of a logarithm.
+    float64 is needed, which mps does not have.
 
     Attributes:
         keys: `(batch,)` int64, one a row.
@@ -95,8 +101,7 @@ class Noise:
         Raises:
             ValueError: if `seeds` has not one integer a row, or the device has no float64.
         """
-        if torch.device(device).type == "mps":
-            raise ValueError("Sampling needs float64, which mps does not have: decode greedily or on another device.")
+        _check_float64(device)
         if isinstance(seeds, Sequence):
             if len(seeds) != rows:
                 raise ValueError(f"seed holds {len(seeds)} integers for {rows} rows: give one integer, or one a row.")
@@ -120,12 +125,15 @@ class Noise:
         """This noise for the rows in `indices` alone."""
         chosen = list(indices)
         positions = None if self.positions is None else self.positions[chosen]
-        return Noise(self.keys[chosen], positions, None if self.root is None else self.root[chosen])
+        root = None if self.root is None else self.root[chosen]
+        return replace(self, keys=self.keys[chosen], positions=positions, root=root)
 
     def to(self, device: torch.device | str) -> Noise:
-        """The same noise on `device`."""
+        """The same noise on `device`; raises ValueError where there is no float64."""
+        _check_float64(device)
         positions = None if self.positions is None else self.positions.to(device)
-        return Noise(self.keys.to(device), positions, None if self.root is None else self.root.to(device))
+        root = None if self.root is None else self.root.to(device)
+        return replace(self, keys=self.keys.to(device), positions=positions, root=root)
 
     def node(self, index: Tensor) -> Noise:
         """Bound noise at one of its nodes a row.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import pickle
 import statistics
 import subprocess
@@ -15,6 +16,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import (
     AutoModelForCausalLM,
     CLIPVisionConfig,
@@ -433,23 +435,31 @@ def test_an_exported_graph_takes_any_number_of_queries() -> None:
     assert (graph(query, key, value, mask) - Layer()(query, key, value, mask)).abs().max() < 1e-12
 
 
+def medians(seconds: float) -> tuple[float, float]:
+    """Stock's and our time of a verify of 8 after 2,000 tokens at SmolLM2's shape, interleaved, on one thread."""
+    torch.set_num_threads(1)
+    module, query, key, value = case(torch.float32, (9, 3), 8, rows=1, length=2000, dim=64)
+    mask = additive(visible("tree", 1, 8, 2000), torch.float32)
+    times: dict[object, list[float]] = {sdpa_attention_forward: [], grouped_query_attention: []}
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        for function, taken in times.items():
+            start = time.perf_counter()
+            function(module, query, key, value, mask)
+            taken.append(time.perf_counter() - start)
+    stock, ours = (statistics.median(taken[5:]) for taken in times.values())
+    return stock, ours
+
+
 @pytest.mark.timing
 def test_a_verify_of_8_at_2000_tokens_takes_at_most_half_of_stock() -> None:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        module, query, key, value = case(torch.float32, (9, 3), 8, rows=1, length=2000, dim=64)
-        mask = additive(visible("tree", 1, 8, 2000), torch.float32)
-        seconds: dict[object, list[float]] = {sdpa_attention_forward: [], grouped_query_attention: []}
-        for _ in range(30):
-            for function, times in seconds.items():
-                start = time.perf_counter()
-                function(module, query, key, value, mask)
-                times.append(time.perf_counter() - start)
-        stock, ours = (statistics.median(times[5:]) for times in seconds.values())
-        assert ours <= 0.5 * stock, f"{ours * 1e3:.2f} ms against {stock * 1e3:.2f} ms"
-    finally:
-        torch.set_num_threads(threads)
+    # In a process of its own: what stock's copies cost depends on the memory that earlier tests have left on the heap.
+    root = str(Path(attention.__file__).parents[1])
+    run = subprocess.run(
+        [sys.executable, __file__], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": root}, check=True
+    )
+    stock, ours = map(float, run.stdout.split())
+    assert ours <= 0.5 * stock, f"{ours * 1e3:.2f} ms against {stock * 1e3:.2f} ms"
 
 
 @pytest.mark.cuda
@@ -457,10 +467,6 @@ def test_a_verify_of_8_at_2000_tokens_takes_at_most_half_of_stock() -> None:
     ("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float16, 4e-3), (torch.bfloat16, 3e-2)], ids=str
 )
 def test_on_a_gpu_it_equals_stock_on_the_kernels_that_take_a_mask(dtype: torch.dtype, tolerance: float) -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("no GPU")
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
     for queries in (2, 8, 33):
         for kind in ("causal", "tree", "ragged"):
             module, query, key, value = (
@@ -478,8 +484,6 @@ def test_on_a_gpu_it_equals_stock_on_the_kernels_that_take_a_mask(dtype: torch.d
 @pytest.mark.cuda
 @pytest.mark.timing
 def test_on_a_gpu_a_masked_verify_is_not_slower_than_stock() -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("no GPU")
     module, query, key, value = (thing.to("cuda") for thing in case(torch.float32, (32, 8), 9, length=4000, dim=128))
     query, key, value = query.bfloat16(), key.bfloat16(), value.bfloat16()
     mask = additive(visible("tree", 2, 9, 4000), torch.bfloat16).cuda()
@@ -495,3 +499,7 @@ def test_on_a_gpu_a_masked_verify_is_not_slower_than_stock() -> None:
             times.append(time.perf_counter() - start)
         medians.append(statistics.median(times[10:]))
     assert medians[1] <= 1.02 * medians[0]
+
+
+if __name__ == "__main__":
+    print(*medians(seconds=1.0))

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import random
-import threading
+import sys
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any, cast
 
 import pytest
@@ -147,25 +149,28 @@ def test_confidence_grows_with_the_match_and_along_the_chain() -> None:
     text = list(range(20, 40))
 
     def confidence(matched: int) -> list[float]:
-        draft = propose(start(PromptLookup()), [*text, 1, *text[8 - matched : 8]])
+        draft = propose(start(PromptLookup(min_ngram=2)), [*text, 1, *text[8 - matched : 8]])
         assert draft.confidence is not None
         return cast(list[float], draft.confidence[0].tolist())
 
     assert confidence(2)[:3] == pytest.approx([2 / 3, 3 / 4, 4 / 5])
+    capped = propose(start(PromptLookup(min_ngram=2, max_ngram=4)), [*text, 1, *text[:8]])
+    assert capped.confidence is not None
+    assert capped.confidence[0, 0] == pytest.approx(4 / 5)
     assert all(longer > shorter for longer, shorter in zip(confidence(8), confidence(2), strict=True))
     assert all(later > earlier for earlier, later in zip(confidence(2), confidence(2)[1:], strict=False))
 
 
 def test_a_repeating_text_goes_on_beyond_its_end() -> None:
-    assert paths(propose(start(PromptLookup()), [9, 1, 2, 3, 1, 2], depth=7)) == [[3, 1, 2, 3, 1, 2, 3]]
-    assert paths(propose(start(PromptLookup()), [4, 4, 4], depth=5)) == [[4] * 5]
+    assert paths(propose(start(PromptLookup(min_ngram=2)), [9, 1, 2, 3, 1, 2], depth=7)) == [[3, 1, 2, 3, 1, 2, 3]]
+    assert paths(propose(start(PromptLookup(min_ngram=2)), [4, 4, 4], depth=5)) == [[4] * 5]
 
 
 @pytest.mark.parametrize("branches", [1, 3])
 def test_report_25_nothing_is_drafted_after_a_copied_eos(branches: int) -> None:
     ids = [5, 6, 7, EOS, 8, 9, 1, 2, 5, 6, 11, 3, 5, 6, 7, EOS, 8, 4, 5, 6]
     for eos, expected in ({EOS}, [7, EOS]), ({EOS, 7}, [7]), ({99}, [7, EOS, 8, 4, 5, 6, 7, EOS]):
-        drafted = paths(propose(start(PromptLookup(branches=branches), eos=frozenset(eos)), ids, depth=8))
+        drafted = paths(propose(start(PromptLookup(min_ngram=2, branches=branches), eos=frozenset(eos)), ids, depth=8))
         assert drafted[0] == expected
         assert len(drafted) == min(branches, 2)
         assert not eos.intersection(token for path in drafted for token in path[:-1])
@@ -173,7 +178,7 @@ def test_report_25_nothing_is_drafted_after_a_copied_eos(branches: int) -> None:
 
 def test_report_26_no_eos() -> None:
     ids = [5, 6, 7, 8, 9, 10, 11, 7, 8]
-    assert paths(propose(start(PromptLookup()), ids, depth=6)) == [[9, 10, 11, 7, 8, 9]]
+    assert paths(propose(start(PromptLookup(min_ngram=2)), ids, depth=6)) == [[9, 10, 11, 7, 8, 9]]
 
 
 @pytest.mark.parametrize("ids", [[], [3], [3, 4], [3, 4, 5, 6]])
@@ -183,7 +188,7 @@ def test_a_text_without_a_match_has_an_empty_draft(ids: list[int]) -> None:
 
 
 def test_a_text_may_begin_empty() -> None:
-    session = start(PromptLookup())
+    session = start(PromptLookup(min_ngram=2))
     ids: list[int] = []
     for token in [1, 2, 3, 1, 2]:
         propose(session, ids)
@@ -193,16 +198,16 @@ def test_a_text_may_begin_empty() -> None:
 
 def test_rows_are_independent_and_a_finished_one_has_no_node() -> None:
     rows = [[1, 2, 3, 4, 1, 2], [5], [7, 8, 7, 8], [1, 2, 3, 4, 1, 2]]
-    draft = propose(start(PromptLookup(), batch=4), *rows, depth=(3, 10, 6, 0))
+    draft = propose(start(PromptLookup(min_ngram=2), batch=4), *rows, depth=(3, 10, 6, 0))
     assert [paths(draft, row) for row in range(4)] == [[[3, 4, 1]], [], [[7, 8, 7, 8, 7, 8]], []]
     assert draft.is_chain
     assert draft.confidence is not None
     assert draft.confidence.shape == draft.tokens.shape == (4, 6)
-    assert propose(start(PromptLookup(), batch=2), [5], [6]).tokens.shape == (2, 0)
+    assert propose(start(PromptLookup(min_ngram=2), batch=2), [5], [6]).tokens.shape == (2, 0)
 
 
 def test_a_row_that_paused_catches_up() -> None:
-    session = start(PromptLookup())
+    session = start(PromptLookup(min_ngram=2))
     ids = [1, 2, 3]
     propose(session, ids)
     for token in [4, 5, 2]:
@@ -214,18 +219,19 @@ def test_a_row_that_paused_catches_up() -> None:
 
 def test_no_branch_where_chains_are_asked_for() -> None:
     ids = [1, 2, 3, 1, 2, 4, 1, 2]
-    drafter = PromptLookup(branches=2)
+    drafter = PromptLookup(min_ngram=2, branches=2)
     tree = propose(start(drafter), ids, depth=2)
     assert paths(tree) == [[4, 1], [3, 1]]
     assert not tree.is_chain
     for draft in propose(start(drafter), ids, depth=2, chain=True), propose(start(drafter, chain=True), ids, depth=2):
         assert paths(draft) == [[4, 1]]
         assert draft.is_chain
-    assert propose(start(PromptLookup()), ids, depth=9, nodes=3).nodes == 3
+    assert propose(start(drafter), [1, 2, 3, 1, 2], depth=2).is_chain, "a tree of one path is a chain"
+    assert propose(start(PromptLookup(min_ngram=2)), ids, depth=9, nodes=3).nodes == 3
 
 
 def test_report_100_nothing_leaks_between_calls() -> None:
-    drafter = PromptLookup()
+    drafter = PromptLookup(min_ngram=2)
     long, short = start(drafter), start(drafter)
     ids = [1, 2, 3, 4, 5, 6]
     for token in [7, 8, 9, 1, 2]:
@@ -240,7 +246,7 @@ def test_report_100_nothing_leaks_between_calls() -> None:
 
 def test_report_101_a_repetitive_prompt_is_drafted_from() -> None:
     ids = [11, 12, 13, 14, 15] * 8
-    session = start(PromptLookup())
+    session = start(PromptLookup(min_ngram=2))
     for _ in range(5):
         drafted = paths(propose(session, ids, depth=4))
         assert drafted == [[11, 12, 13, 14]]
@@ -248,7 +254,7 @@ def test_report_101_a_repetitive_prompt_is_drafted_from() -> None:
 
 
 def test_what_was_generated_is_indexed_as_the_prompt_is() -> None:
-    session = start(PromptLookup())
+    session = start(PromptLookup(min_ngram=2))
     ids = [1]
     for token in [21, 22, 23, 24, 5, 21, 22]:
         propose(session, ids)
@@ -267,7 +273,7 @@ def test_what_was_generated_is_indexed_as_the_prompt_is() -> None:
 )
 def test_settings_that_cannot_work_are_refused(arguments: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="|".join(arguments)):
-        PromptLookup(**arguments)
+        PromptLookup(min_ngram=2, **arguments)
     with pytest.raises(ValueError, match="max_tokens"):
         LookupStore(max_tokens=0)
 
@@ -295,23 +301,23 @@ def test_a_store_drafts_from_other_calls() -> None:
     assert draft.confidence is not None
     assert draft.confidence[0, 0] == pytest.approx(6 / 7)
     assert propose(start(drafter), [3, *output[:3]]).nodes == 0, "three tokens are too few"
-    assert propose(start(PromptLookup()), [3, *output[:6]]).nodes == 0, "nor without the store"
+    assert propose(start(PromptLookup(min_ngram=2)), [3, *output[:6]]).nodes == 0, "nor without the store"
 
 
 def test_a_store_keeps_outputs_without_their_prompts() -> None:
     store = LookupStore()
-    write(PromptLookup(store=store), output=[21, 22, 23], prompt=list(range(40, 60)))
+    write(PromptLookup(min_ngram=2, store=store), output=[21, 22, 23], prompt=list(range(40, 60)))
     assert len(store) == 3
-    assert propose(start(PromptLookup(store=store)), list(range(40, 50))).nodes == 0
+    assert propose(start(PromptLookup(min_ngram=2, store=store)), list(range(40, 50))).nodes == 0
 
 
 def test_the_longer_match_wins_and_of_equal_ones_the_rows_own() -> None:
     store = LookupStore(min_ngram=2)
-    drafter = PromptLookup(store=store)
+    drafter = PromptLookup(min_ngram=2, store=store)
     store.add([1, 2, 3, 4, 90, 91])
     assert paths(propose(start(drafter), [3, 4, 80, 5, 9, 2, 3, 4], depth=2)) == [[90, 91]]
     assert paths(propose(start(drafter), [2, 3, 4, 80, 9, 2, 3, 4], depth=2)) == [[80, 9]]
-    tree = propose(start(PromptLookup(branches=3, store=store)), [3, 4, 80, 5, 9, 2, 3, 4], depth=2)
+    tree = propose(start(PromptLookup(min_ngram=2, branches=3, store=store)), [3, 4, 80, 5, 9, 2, 3, 4], depth=2)
     assert paths(tree) == [[90, 91], [80, 5]]
 
 
@@ -327,7 +333,15 @@ def test_a_store_takes_the_longest_of_its_matches_then_the_latest() -> None:
 def test_a_store_copies_no_eos_and_nothing_after() -> None:
     store = LookupStore(min_ngram=2)
     store.add([1, 2, 3, EOS, 4, 5])
-    assert paths(propose(start(PromptLookup(store=store), eos=frozenset({EOS})), [1, 2])) == [[3, EOS]]
+    assert paths(propose(start(PromptLookup(min_ngram=2, store=store), eos=frozenset({EOS})), [1, 2])) == [[3, EOS]]
+
+
+def test_one_stored_text_is_not_continued_by_another() -> None:
+    drafter = PromptLookup(store=LookupStore(min_ngram=2))
+    write(drafter, [21, 22, 23], prompt=[1])
+    write(drafter, [31, 32, 33], prompt=[2])
+    assert paths(propose(start(drafter), [9, 31, 32])) == [[33]]
+    assert propose(start(drafter), [9, 22, 23]).nodes == propose(start(drafter), [9, 23, 31]).nodes == 0
 
 
 def test_rows_of_a_batch_see_each_other_through_a_store() -> None:
@@ -378,7 +392,7 @@ def check_finds(
 
 def test_a_cleared_store_is_empty_and_calls_go_on() -> None:
     store = LookupStore()
-    drafter = PromptLookup(store=store)
+    drafter = PromptLookup(min_ngram=2, store=store)
     output = list(range(30, 60))
     session = start(drafter)
     ids = output[:1]
@@ -395,32 +409,58 @@ def test_a_cleared_store_is_empty_and_calls_go_on() -> None:
     assert propose(start(drafter), [1, *output[:8]]).nodes == 0
 
 
+def in_two_threads(work: Callable[[int], None]) -> None:
+    """Runs `work(0)` and `work(1)` at once, changing between them as often as Python can."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(work, range(2)))
+    finally:
+        sys.setswitchinterval(interval)
+
+
+def test_two_threads_lose_nothing_of_what_they_store() -> None:
+    store = LookupStore(min_ngram=2)
+
+    def work(thread: int) -> None:
+        after = -1
+        for place in range(5000):
+            after = store.add([2 * place + thread], after)
+
+    in_two_threads(work)
+    assert len(store) == 10_000
+    for text in list(range(0, 10_000, 2)), list(range(1, 10_000, 2)):
+        assert store.find(text[2000:2003], 0, 100) == [(3, text[2003:2103])]
+
+
+def test_every_use_of_a_store_waits_for_the_others() -> None:
+    store = LookupStore()
+    with ThreadPoolExecutor(3) as pool:
+        with store._lock:
+            uses = [pool.submit(store.add, [1]), pool.submit(store.find, [1], 0, 1), pool.submit(store.clear)]
+            assert not wait(uses, timeout=0.1).done
+        assert len(wait(uses, timeout=10).done) == 3
+
+
 def test_two_threads_share_a_drafter_and_its_store() -> None:
     store = LookupStore(max_tokens=300)
-    drafter = PromptLookup(branches=2, store=store)
-    faults: list[BaseException] = []
+    drafter = PromptLookup(min_ngram=2, branches=2, store=store)
 
-    def work(seed: int) -> None:
-        rng = random.Random(seed)
-        try:
-            for _ in range(60):
-                ids = [rng.randrange(4)]
-                session = start(drafter)
-                for _ in range(20):
-                    propose(session, ids)
-                    ids.extend(rng.randrange(4) for _ in range(3))
-                    assert len(store) <= 300
-                if rng.random() < 0.1:
-                    store.clear()
-        except BaseException as fault:
-            faults.append(fault)
+    def work(thread: int) -> None:
+        rng = random.Random(thread)
+        for _ in range(40):
+            ids = [rng.randrange(4)]
+            session = start(drafter)
+            for _ in range(20):
+                propose(session, ids)
+                ids.extend(rng.randrange(4) for _ in range(3))
+                assert len(store) <= 300
+            if rng.random() < 0.1:
+                store.clear()
 
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert faults == []
+    in_two_threads(work)
+    assert len(store) <= 300
     store.clear()
     write(drafter, list(range(30, 50)), prompt=[1])
     assert paths(propose(start(drafter), [2, *range(30, 36)], depth=3)) == [[36, 37, 38]]
@@ -433,7 +473,7 @@ def test_two_threads_share_a_drafter_and_its_store() -> None:
 def test_report_97_a_prompt_of_20000_random_ids_is_indexed_at_once_and_a_proposal_costs_nothing_to_speak_of() -> None:
     rng = random.Random(0)
     ids = [rng.randrange(49152) for _ in range(20_000)]
-    for drafter in PromptLookup(), PromptLookup(branches=4), PromptLookup(min_ngram=10):
+    for drafter in PromptLookup(min_ngram=2), PromptLookup(min_ngram=2, branches=4), PromptLookup(min_ngram=10):
         begin = time.thread_time()
         propose(start(drafter), ids)
         assert time.thread_time() - begin < 0.2

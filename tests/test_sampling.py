@@ -170,6 +170,8 @@ def test_wrong_seeds_and_devices_are_named():
         Noise.of(1.5, 3, "cpu")
     with pytest.raises(ValueError, match="mps"):
         Noise.of(1, 3, "mps")
+    with pytest.raises(ValueError, match="mps"):
+        Noise.of(1, 3, "cpu").to("mps")
     with pytest.raises(ValueError, match="bound"):
         Noise.of(1, 3, "cpu").uniform()
 
@@ -420,10 +422,10 @@ def test_a_list_runs_as_stock_runs_it():
 
 def test_drafters_get_their_own_copies_of_what_they_may_run():
     bias = MAKERS[stock.SequenceBiasLogitsProcessor]([])
-    padded = stock.RepetitionPenaltyLogitsProcessor(1.5, prompt_ignore_length=torch.tensor([0, 2]))
+    padded = stock.RepetitionPenaltyLogitsProcessor(1.5, prompt_ignore_length=torch.tensor([0, 8]))
     skipping = stock.RepetitionPenaltyLogitsProcessor(1.5, prompt_ignore_length=2)
     watermark = stock.WatermarkLogitsProcessor(VOCAB, "cpu")
-    warper = stock.TopKLogitsWarper(20)
+    warper = stock.TemperatureLogitsWarper(0.7)
     members = [watermark, bias, padded, skipping, warper]
     ids, scores = prefixes(8, rows=2)[0], random_scores(2)
     bias(ids, scores)

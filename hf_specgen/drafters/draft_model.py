@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -75,9 +75,12 @@ class DraftModelSession:
         self.model = model
         self.request = request
         self.vocabulary = vocabulary
+        self.processors = request.processors and request.processors.to(model.device)
         self.runner: Target | None = None
         self.seen: list[list[int]] = []
+        self._known = size(model)
         self._mine: Draft | None = None
+        self._fed: list[int] = []
         self._warned = False
 
     def propose(self, context: Context, limit: Limit) -> Draft:
@@ -107,7 +110,8 @@ class DraftModelSession:
 
     def _prefill(self, rows: list[Sequence[int]]) -> Tensor:
         """The prompt's pass of the drafter; returns each row's logits after its last token, `(batch, 1, vocab)`."""
-        self.runner = Target(self.model, prompt_of(self.model, rows))
+        known = [[token if token < self._known else 0 for token in ids] for ids in rows]
+        self.runner = Target(self.model, prompt_of(self.model, known))
         logits = self.runner.prefill().logits
         self.runner.cache.commit([()] * len(rows))
         self.seen = [list(ids) for ids in rows]
@@ -117,37 +121,39 @@ class DraftModelSession:
         """Feeds what was decided since the last draft; returns as `_prefill` does."""
         fed = self._mine
         if fed is not None and fed.is_chain:
-            # Its ids are on the host if the round before checked this very draft; all but the last were fed.
+            # Its ids are on the host if the round before checked this very draft.
             tokens = last.tokens if last is not None and last.draft is fed else fed.tokens.tolist()
-            for seen, drafted in zip(self.seen, tokens, strict=True):
-                seen.extend(drafted[:-1])
+            for seen, drafted, count in zip(self.seen, tokens, self._fed, strict=True):
+                seen.extend(drafted[:count])
         fresh = []
         for row, ids in enumerate(rows):
             common = min(_common(self.seen[row], ids), len(ids) - 1)
             runner.cache.lengths[row] = common
             fresh.append(list(ids[common:]))
         roots = torch.tensor([new[0] for new in fresh])
-        logits = runner.verify(roots, Draft.ragged([new[1:] for new in fresh]).to(self.model.device)).logits
+        logits = self._pass(roots, Draft.ragged([new[1:] for new in fresh]).to(self.model.device))
         runner.cache.commit([range(1, len(new)) for new in fresh])
         self.seen = [list(ids) for ids in rows]
         ends = torch.tensor([len(new) - 1 for new in fresh], device=logits.device)
         return logits[torch.arange(len(fresh), device=logits.device), ends].unsqueeze(1)
 
     def _chain(self, context: Context, depth: tuple[int, ...], logits: Tensor) -> Draft:
-        """One token a pass; the last one drafted is not fed."""
+        """One token a pass; a row's last one is not fed."""
         assert self.runner is not None
         nothing = Draft.empty(len(depth), self.model.device)
         tokens, probs = nothing.tokens, []
         for step in range(max(depth)):
             if step:
-                logits = self.runner.verify(tokens[:, -1], nothing).logits
-                self.runner.cache.commit([()] * len(depth))
+                logits = self._pass(tokens[:, -1], nothing)
+                # A row goes no further than was asked: its positions may end there.
+                self.runner.cache.commit([() if step < deep else None for deep in depth])
             scores = self._scores(logits, context, [[row] for row in self._host(tokens)])
             noise = self._noise(context, step, 1)
             choice = scores.argmax(-1) if noise is None else noise.argmax(scores)
             tokens = torch.cat([tokens, choice], dim=1)
             if self.request.wants_probs and noise is not None:
                 probs.append(scores.softmax(-1))
+        self._fed = [max(0, deep - 1) for deep in depth]
         return Draft.chain(tokens, depth, torch.cat(probs, 1) if probs else None)
 
     def _tree(self, context: Context, limit: Limit, logits: Tensor) -> Draft:
@@ -164,7 +170,7 @@ class DraftModelSession:
         sums = torch.zeros((batch, 1), device=self.model.device, dtype=torch.float32)
         for step in range(min(max(limit.depth), limit.nodes // width)):
             if step:
-                passed = self.runner.verify(roots, Draft(tokens, parents)).logits
+                passed = self._pass(roots, Draft(tokens, parents))
                 logits = passed.take_along_dim(frontier.unsqueeze(-1), dim=1)
             scores = self._scores(logits, context, self._paths(tokens, parents, frontier))
             noise = self._noise(context, step, frontier.shape[1])
@@ -177,6 +183,14 @@ class DraftModelSession:
             tokens = torch.cat([tokens, best.indices.flatten(1).gather(1, place)], dim=1)
             parents = torch.cat([parents, above], dim=1)
         return Draft(tokens, parents)
+
+    def _pass(self, roots: Tensor, draft: Draft) -> Tensor:
+        """A pass. Ids that a smaller table does not hold are fed as 0: worse guesses, and no error."""
+        assert self.runner is not None
+        if self._known < self.vocabulary:
+            roots = roots.where(roots < self._known, 0)
+            draft = replace(draft, tokens=draft.tokens.where(draft.tokens < self._known, 0))
+        return self.runner.verify(roots, draft).logits
 
     def _noise(self, context: Context, step: int, nodes: int) -> Noise | None:
         """The noise of the tokens `step` places after the next one; None where drafts are the most likely tokens."""
@@ -197,7 +211,7 @@ class DraftModelSession:
         if logits.shape[-1] < self.vocabulary:
             missing = self.vocabulary - logits.shape[-1]
             logits = torch.nn.functional.pad(logits, (0, missing), value=-torch.inf)
-        processors = self.request.processors
+        processors = self.processors
         if processors is None or processors.empty:
             return logits
         if processors.pure:
@@ -211,7 +225,7 @@ class DraftModelSession:
 
     def _host(self, tokens: Tensor) -> list[list[int]]:
         """The drafted ids on the host, where a processor looks at them; elsewhere nothing is read from the device."""
-        processors = self.request.processors
+        processors = self.processors
         if processors is None or processors.pure:
             return [[] for _ in range(tokens.shape[0])]
         rows: list[list[int]] = tokens.tolist()

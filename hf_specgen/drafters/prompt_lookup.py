@@ -260,7 +260,7 @@ class PromptLookup:
     file's docstring.
 
     Attributes:
-        min_ngram: fewest tokens that must match. 2 gains most on copying text; 3 loses less where nothing repeats.
+        min_ngram: fewest tokens that must match. 2 gains more on some copying text and loses more elsewhere.
         max_ngram: beyond so many tokens the most recent match is taken, not the longest.
         branches: paths in a tree. 1 drafts chains; more add the other tokens that followed the match, then those
             that followed shorter ones. The best nodes are kept where not all fit.
@@ -268,7 +268,7 @@ class PromptLookup:
         num_assistant_tokens: how deep to draft where the caller does not say.
     """
 
-    min_ngram: int = 2
+    min_ngram: int = 3
     max_ngram: int = 32
     branches: int = 1
     store: LookupStore | None = None
@@ -292,8 +292,8 @@ class PromptLookupSession:
 
     `Draft.confidence` counts agreement: with L tokens that agree so far, those of the match and those drafted before
     the node, the next agrees with L / (L + 1). This is Laplace's rule of succession with one token of the match not
-    counted, since the match was searched for, and near what is measured (SmolLM2, greedy, L = 2, 3, 4, 8: 0.54, 0.68,
-    0.86, 0.90). Where a tree branches, each path takes that share of what the better ones left, so siblings sum to less than 1.
+    counted, since the match was searched for. SmolLM2, greedy, gave 0.54, 0.68, 0.86, 0.90 for L = 2, 3, 4, 8. Where a
+    tree branches, each path takes that share of what the better ones left, so that siblings sum to less than 1.
     """
 
     needs = Needs()
@@ -317,7 +317,7 @@ class PromptLookupSession:
                 text.extend(ids[text.size :])
                 paths = self._paths(text, ids, depth, branches)
             rows.append(_grow(paths, limit.nodes))
-        return _draft(rows, is_chain=branches == 1)
+        return _draft(rows)
 
     def _remember(self, store: LookupStore, texts: Sequence[Sequence[int]]) -> None:
         """Adds what was generated since the last proposal; at the first one that is the last id of each row."""
@@ -389,7 +389,7 @@ def _grow(paths: list[_Path], most_nodes: int) -> list[_Node]:
     return nodes
 
 
-def _draft(rows: list[list[_Node]], is_chain: bool) -> Draft:
+def _draft(rows: list[list[_Node]]) -> Draft:
     """The rectangle of ragged rows."""
     width = max(map(len, rows), default=0)
     if width == 0:
@@ -399,5 +399,5 @@ def _draft(rows: list[list[_Node]], is_chain: bool) -> Draft:
         tokens=torch.tensor([[token for token, _, _ in row] for row in padded]),
         parents=torch.tensor([[parent for _, parent, _ in row] for row in padded]),
         confidence=torch.tensor([[confidence for _, _, confidence in row] for row in padded]),
-        is_chain=is_chain,
+        is_chain=all(parent == place for row in rows for place, (_, parent, _) in enumerate(row)),
     )
