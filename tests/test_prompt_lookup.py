@@ -273,7 +273,7 @@ def test_what_was_generated_is_indexed_as_the_prompt_is() -> None:
 )
 def test_settings_that_cannot_work_are_refused(arguments: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="|".join(arguments)):
-        PromptLookup(min_ngram=2, **arguments)
+        PromptLookup(**arguments)
     with pytest.raises(ValueError, match="max_tokens"):
         LookupStore(max_tokens=0)
 
@@ -337,7 +337,7 @@ def test_a_store_copies_no_eos_and_nothing_after() -> None:
 
 
 def test_one_stored_text_is_not_continued_by_another() -> None:
-    drafter = PromptLookup(store=LookupStore(min_ngram=2))
+    drafter = PromptLookup(min_ngram=2, store=LookupStore(min_ngram=2))
     write(drafter, [21, 22, 23], prompt=[1])
     write(drafter, [31, 32, 33], prompt=[2])
     assert paths(propose(start(drafter), [9, 31, 32])) == [[33]]
@@ -345,7 +345,7 @@ def test_one_stored_text_is_not_continued_by_another() -> None:
 
 
 def test_rows_of_a_batch_see_each_other_through_a_store() -> None:
-    session = start(PromptLookup(store=LookupStore(min_ngram=2)), batch=2)
+    session = start(PromptLookup(min_ngram=2, store=LookupStore(min_ngram=2)), batch=2)
     rows = [[1], [9]]
     propose(session, *rows)
     rows[0].extend([2, 3, 4])
