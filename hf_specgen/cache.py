@@ -8,8 +8,9 @@ The invariant, after every `commit`, for every row: the cache holds every decide
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -22,7 +23,8 @@ from transformers.cache_utils import (
     get_layer_types_and_kwargs,
 )
 
-from hf_specgen.trees import Tree
+if TYPE_CHECKING:
+    from hf_specgen.draft import Draft
 
 Mask = Tensor | dict[str, Tensor] | None
 SMALLEST_CAPACITY = 64
@@ -50,7 +52,7 @@ class RowCache(Protocol):
         """Makes room for a pass over `width` tokens a row (the root and its nodes)."""
         ...
 
-    def mask(self, tree: Tree, dtype: torch.dtype) -> Mask:
+    def mask(self, draft: Draft, dtype: torch.dtype) -> Mask:
         """The attention mask of the pass announced by `begin`; None where the model needs none."""
         ...
 
@@ -139,7 +141,8 @@ class SlotCache(Cache):
                 continue
             window = size.get("sliding_window")
             self.windows[kind] = window
-            layers.append(SlotLayer(self, window))
+            # Weak, since a cycle would keep a call's buffers until the garbage collector comes by.
+            layers.append(SlotLayer(weakref.proxy(self), window))
         super().__init__(layers=layers)
         self._filled: list[tuple[SlotLayer, Any]] = [
             (mine, theirs)
@@ -211,37 +214,57 @@ class SlotCache(Cache):
         first = 0 if window is None else max(0, min(self.lengths) - window + 1)
         return first, max(self.lengths) + width
 
-    def mask(self, tree: Tree, dtype: torch.dtype) -> Mask:
+    def mask(self, draft: Draft, dtype: torch.dtype) -> Mask:
         """Additive `(batch, 1, width, slots)`, one a kind of layer where the model tells its kinds apart.
 
         None for one token a row at equal lengths: every slot is visible then, and kernels are fastest without a mask.
         """
-        width = tree.depth.shape[1]
+        width = draft.nodes + 1
         if width == 1 and self._level():
             return None
-        device = tree.depth.device
-        last = max(self.lengths) + width
-        lengths = torch.tensor(self.lengths, device=device).view(-1, 1)  # (batch, 1)
-        slots = torch.arange(last, device=device)
-        node = slots - lengths  # (batch, slots): which node lies in a slot; negative: a committed token
-        in_pass = node.clamp(0, width - 1)
-        visible = tree.ancestors.gather(2, in_pass.unsqueeze(1).expand(-1, width, -1))
-        visible &= (node < width).unsqueeze(1)
-        visible |= (node < 0).unsqueeze(1)
-        at = (lengths + tree.depth).unsqueeze(-1)  # (batch, width, 1): the position of each query
-        key_at = torch.where(node < 0, slots, lengths + tree.depth.gather(1, in_pass)).unsqueeze(1)
+        hidden = self._hidden(draft)
         # Eager attention softmaxes in float32 whatever the model's format: float64's own minimum would be -inf there.
         blocking = max(torch.finfo(dtype).min, torch.finfo(torch.float32).min)
         masks = {}
         for kind, window in self.windows.items():
-            near = visible
+            first, last = self.span(width, window)
+            mask = torch.zeros((hidden.shape[0], 1, width, last - first), dtype=dtype, device=hidden.device)
             if window is not None:
-                chunked = kind == "chunked_attention"
-                near = visible & ((at // window == key_at // window) if chunked else (at - key_at < window))
-            first, _ = self.span(width, window)
-            blocked = torch.zeros(near[..., first:].shape, dtype=dtype, device=device)
-            masks[kind] = blocked.masked_fill_(~near[..., first:], blocking).unsqueeze(1)
+                far = self._far(draft, kind, window)
+                far[..., last - hidden.shape[-1] :] |= hidden
+                mask.masked_fill_(far[..., first:].unsqueeze(1), blocking)
+            else:
+                mask[..., last - hidden.shape[-1] :].masked_fill_(hidden.unsqueeze(1), blocking)
+            masks[kind] = mask
         return masks if self.dict_masks else next(iter(masks.values()))
+
+    def _hidden(self, draft: Draft) -> Tensor:
+        """`(batch, width, slots)` bool over the last slots in use: neither committed, nor an ancestor, nor itself.
+
+        Rows of one length share every committed slot, so that only the slots of the pass itself are looked at.
+        """
+        strangers = ~draft.tree.ancestors
+        if self._level():
+            return strangers
+        node = self._node_in_slot(draft)
+        hidden = strangers.gather(2, node.clamp(0, draft.nodes).unsqueeze(1).expand(-1, draft.nodes + 1, -1))
+        hidden |= (node > draft.nodes).unsqueeze(1)
+        hidden &= (node >= 0).unsqueeze(1)
+        return hidden
+
+    def _far(self, draft: Draft, kind: str, window: int) -> Tensor:
+        """`(batch, width, slots)` bool: outside a layer's window or chunk, by true positions."""
+        depth, node = draft.tree.depth, self._node_in_slot(draft)
+        lengths = torch.tensor(self.lengths, device=depth.device).view(-1, 1)
+        query = (lengths + depth).unsqueeze(-1)
+        in_pass = lengths + depth.gather(1, node.clamp(0, draft.nodes))
+        key = torch.where(node < 0, lengths + node, in_pass).unsqueeze(1)
+        return query // window != key // window if kind == "chunked_attention" else query - key >= window
+
+    def _node_in_slot(self, draft: Draft) -> Tensor:
+        """`(batch, slots)` which place of the pass lies in a slot; negative for a committed token."""
+        lengths = torch.tensor(self.lengths, device=draft.tokens.device).view(-1, 1)
+        return torch.arange(max(self.lengths) + draft.nodes + 1, device=draft.tokens.device) - lengths
 
     def commit(self, paths: Sequence[Sequence[int] | None]) -> None:
         """See `RowCache`. Moves nothing for a path that lies in order behind the root."""
@@ -317,7 +340,7 @@ class CropCache:
             self.recording = True
         self.width = width
 
-    def mask(self, tree: Tree, dtype: torch.dtype) -> Mask:
+    def mask(self, draft: Draft, dtype: torch.dtype) -> Mask:
         """The stock two-dimensional mask, or None where no row is padded."""
         if self.attention_mask is None:
             return None

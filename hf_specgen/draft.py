@@ -1,16 +1,19 @@
 """The words everyone shares: what a drafter is asked, what it answers, and what it may read.
 
-This file imports nothing of the package at run time, so that a drafter can be written against it alone.
+A drafter can be written against this file alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
+
+from hf_specgen.trees import Tree
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -71,6 +74,11 @@ class Draft:
     def nodes(self) -> int:
         """Places a row, padding included."""
         return self.tokens.shape[1]
+
+    @cached_property
+    def tree(self) -> Tree:
+        """Its shape, root included."""
+        return Tree.of_chain(self.parents) if self.is_chain else Tree.of(self.parents)
 
     def to(self, device: torch.device) -> Draft:
         """The same draft on `device`."""

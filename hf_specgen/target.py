@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
+from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL
 
 from hf_specgen.cache import CropCache, RowCache, SlotCache, fits_slots, is_users, new_cache
 from hf_specgen.draft import Draft
-from hf_specgen.trees import Tree
 
 # Models whose attention counts positions itself (ALiBi, a local window by buffer place) and would misread a 4-D mask.
 OWN_POSITIONS = frozenset({"bloom", "mpt", "gpt_neo"})
@@ -107,6 +107,7 @@ class Target:
         hidden_states: whether passes return them.
 
     Attributes:
+        device: where it takes its inputs.
         cache: of the call; there from the prompt's pass on.
         prompt_lengths: for each row the tokens of the prompt, padding not counted; from the prompt's pass on.
     """
@@ -116,10 +117,19 @@ class Target:
         self.prompt = prompt
         self.hidden_states = hidden_states
         self.slots = takes_slots(model, prompt)
+        # Properties that walk through all parameters: asked once, not once a pass.
+        self.device: torch.device = model.device
+        self.dtype: torch.dtype = model.dtype
+        prepare = getattr(self.model.prepare_inputs_for_generation, "__func__", None)
+        # Stock's own preparation only sorts arguments; ours are sorted already.
+        self._sorted = (
+            self.slots and prepare is GenerationMixin.prepare_inputs_for_generation and not model.is_remote_code()
+        )
         self.cache: RowCache
         self.prompt_lengths: list[int]
         self._extras: dict[str, Any] = {}
         self._offset: Tensor | None = None
+        self._shifted = False
 
     @property
     def ragged(self) -> bool:
@@ -130,12 +140,6 @@ class Target:
     def trees(self) -> bool:
         """A pass may branch."""
         return self.slots
-
-    @property
-    def device(self) -> torch.device:
-        """Where the target takes its inputs."""
-        device: torch.device = self.model.device
-        return device
 
     def prefill(self) -> Pass:
         """The prompt's pass, as stock makes it, so that the first token and what is cached are stock's to the bit."""
@@ -159,6 +163,7 @@ class Target:
             # What positions exceed the count of cached tokens by: 0 but for padding and positions the caller chose.
             lengths = torch.tensor(self.cache.lengths, device=positions.device).view(-1, 1)
             self._offset = (positions[..., -1:] - lengths).to(self.device)
+            self._shifted = positions.ndim > 2 or bool(self._offset.any())
         # The prompt's tensors (images among them) are not needed again.
         self.prompt = Prompt(prompt.input_ids, prompt.generation_config)
         return Pass(outputs.logits[:, -1:], outputs.hidden_states if self.hidden_states else None, is_prompt=True)
@@ -166,10 +171,15 @@ class Target:
     def _running_inputs(self) -> dict[str, Any]:
         """What later passes get beside ids, mask, positions and cache; token types shrink to how they continue."""
         left_out = {"cache", "attention_mask", "position_ids", "inputs_embeds", "logits_to_keep", "use_cache"}
-        extras = {key: value for key, value in self.prompt.model_kwargs.items() if key not in left_out}
-        for name, repeats in TOKEN_TYPES.items():
-            if (types := extras.get(name)) is not None:
-                extras[name] = types[:, -1:] if repeats else torch.zeros_like(types[:, -1:])
+        left_out.update(MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL)
+        extras = {
+            key: value
+            for key, value in self.prompt.model_kwargs.items()
+            if key not in left_out and not (key in TOKEN_TYPES and value is None)
+        }
+        for name in TOKEN_TYPES.keys() & extras.keys():
+            last = extras[name][:, -1:]
+            extras[name] = last if TOKEN_TYPES[name] else torch.zeros_like(last)
         return extras
 
     def verify(self, roots: Tensor, draft: Draft) -> Pass:
@@ -179,23 +189,27 @@ class Target:
             roots: `(batch,)` each row's last decided token.
             draft: what to check; on the target's device.
         """
-        ids = torch.cat([roots.to(self.device).unsqueeze(1), draft.tokens], dim=1)
-        tree = Tree.of(draft)
-        width = ids.shape[1]
+        ids, width = roots.to(self.device).unsqueeze(1), draft.nodes + 1
+        if draft.nodes:
+            ids = torch.cat([ids, draft.tokens], dim=1)
         self.cache.begin(width)
         kwargs = dict(self._extras)
-        for name in TOKEN_TYPES:
-            if (types := kwargs.get(name)) is not None:
-                kwargs[name] = types.expand(-1, width)
-        kwargs["attention_mask"] = self.cache.mask(tree, self.model.dtype)
+        for name in TOKEN_TYPES.keys() & kwargs.keys():
+            kwargs[name] = kwargs[name].expand(-1, width)
+        kwargs["attention_mask"] = self.cache.mask(draft, self.dtype)
         if self._offset is not None:
-            lengths = torch.tensor(self.cache.lengths, device=self.device).view(-1, 1)
-            kwargs["position_ids"] = self._offset + lengths + tree.depth
+            positions = torch.tensor([[length] for length in self.cache.lengths], device=self.device)
+            positions = self._offset + positions if self._shifted else positions
+            kwargs["position_ids"] = positions + draft.tree.depth if draft.nodes else positions
         cache = self.cache.model_cache
-        inputs = self.model.prepare_inputs_for_generation(ids, cache=cache, use_cache=True, **kwargs)
+        if self._sorted:
+            inputs = {"input_ids": ids, "cache": cache, "use_cache": True, **kwargs}
+        else:
+            inputs = self.model.prepare_inputs_for_generation(ids, cache=cache, use_cache=True, **kwargs)
         if inputs.get("cache") is not cache:
             raise ValueError(f"{type(self.model).__name__} drops its cache in prepare_inputs_for_generation")
-        inputs["output_hidden_states"] = self.hidden_states or None
+        if self.hidden_states:
+            inputs["output_hidden_states"] = True
         outputs = self.model(**inputs, return_dict=True)
         return Pass(outputs.logits, outputs.hidden_states if self.hidden_states else None)
 

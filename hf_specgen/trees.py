@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from hf_specgen.draft import Draft
 
 
 @dataclass(frozen=True)
@@ -26,26 +22,36 @@ class Tree:
     ancestors: Tensor
 
     @classmethod
-    def of(cls, draft: Draft) -> Tree:
-        """Depth and ancestors without reading anything back from the device.
+    def of(cls, parents: Tensor) -> Tree:
+        """Depth and ancestors of any tree, without reading anything back from the device.
 
         The ancestor relation is the closure of "parent or self"; squaring it doubles the reach, so that
         ceil(log2(width)) small products suffice whatever the shape.
+
+        Args:
+            parents: `(batch, nodes)`, see `Draft`.
         """
-        batch, nodes = draft.tokens.shape
-        width = nodes + 1
-        if draft.is_chain:
-            device = draft.parents.device
-            # A place without a node must not claim a position: beyond the model's last one there is nothing to look up.
-            depth = torch.nn.functional.pad(draft.parents + 1, (1, 0))
-            return cls(depth, torch.ones(width, width, dtype=torch.bool, device=device).tril().expand(batch, -1, -1))
-        reach = torch.eye(width, device=draft.parents.device).repeat(batch, 1, 1)
-        if nodes:
-            places = torch.arange(width, device=draft.parents.device)
-            reach[:, 1:] += (draft.parents.unsqueeze(-1) == places).to(reach.dtype)
+        batch, nodes = parents.shape
+        width, device = nodes + 1, parents.device
+        reach = torch.eye(width, device=device).repeat(batch, 1, 1)
+        places = torch.arange(width, device=device)
+        reach[:, 1:] += (parents.unsqueeze(-1) == places).to(reach.dtype)
         span = 1
         while span < nodes:
             reach = (reach @ reach).clamp_(max=1)
             span *= 2
         ancestors = reach > 0
         return cls(ancestors.sum(-1) - 1, ancestors)
+
+    @classmethod
+    def of_chain(cls, parents: Tensor) -> Tree:
+        """The same for chains, at less cost.
+
+        Args:
+            parents: `(batch, nodes)`: 0, 1, 2, ..., and -1 from a row's end on.
+        """
+        batch, nodes = parents.shape
+        # A place without a node must not claim a position: beyond the model's last one there is nothing to look up.
+        depth = torch.nn.functional.pad(parents + 1, (1, 0))
+        before = torch.ones(nodes + 1, nodes + 1, dtype=torch.bool, device=parents.device).tril()
+        return cls(depth, before.expand(batch, -1, -1))

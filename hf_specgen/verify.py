@@ -26,7 +26,6 @@ from torch.nn.functional import pad
 
 from hf_specgen.draft import Draft
 from hf_specgen.sampling import Noise
-from hf_specgen.trees import Tree
 
 
 @runtime_checkable
@@ -243,13 +242,13 @@ def accepted(draft: Draft, chosen: Tensor) -> Tensor:
         `(batch, nodes)` bool. Its sum is the number of drafted tokens that are kept, before the cut.
     """
     here = draft.parents >= 0
-    carries = here & (chosen.gather(1, draft.parents.clamp(min=0)) == draft.tokens)
     if draft.is_chain:
-        return carries.long().cumprod(-1).bool()
+        return (here & (chosen[:, :-1] == draft.tokens)).cumprod(-1).bool()
+    carries = here & (chosen.gather(1, draft.parents.clamp(min=0)) == draft.tokens)
     place = draft.parents.unsqueeze(-1) == draft.parents.unsqueeze(-2)
     twins = (place & (draft.tokens.unsqueeze(-1) == draft.tokens.unsqueeze(-2))).tril(-1).any(-1)
     carries &= ~twins
-    path = Tree.of(draft).ancestors[:, 1:, 1:]
+    path = draft.tree.ancestors[:, 1:, 1:]
     return ~(path & ~carries.unsqueeze(1)).any(-1)
 
 

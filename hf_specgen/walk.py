@@ -23,7 +23,6 @@ from transformers.generation.stopping_criteria import (
 from hf_specgen.draft import Draft
 from hf_specgen.rows import Rows
 from hf_specgen.sampling import Noise, Processors
-from hf_specgen.trees import Tree
 from hf_specgen.verify import Verifier, accepted, cut
 
 if TYPE_CHECKING:
@@ -127,7 +126,7 @@ def score(rules: Rules, passed: Pass, draft: Draft, rows: Rows) -> Scored:
     noise = rules.noise
     if noise is not None:
         first = rows.next_positions().to(scores.device)
-        noise = noise.at(first + Tree.of(draft).depth, first[:, 0])
+        noise = noise.at(first + draft.tree.depth, first[:, 0])
     return scores, rules.verifier(scores, draft, noise)
 
 

@@ -64,8 +64,8 @@ class DraftModel:
 class DraftModelSession:
     """The drafter's cache in one call.
 
-    `seen` is what the cache holds, row by row. It is compared with what was decided, so that nobody needs to say what
-    was rejected: what the two have in common stays, the rest is overwritten.
+    For each row the cache holds `settled` decided tokens, and behind them `ahead`: drafted ones, which are compared
+    with what was decided since. What they have in common stays, the rest is overwritten; nobody says what was rejected.
     """
 
     needs = Needs()
@@ -73,11 +73,14 @@ class DraftModelSession:
     def __init__(self, drafter: DraftModel, model: PreTrainedModel, request: Request, vocabulary: int) -> None:
         self.drafter = drafter
         self.model = model
+        self.device: torch.device = model.device  # walks through the parameters, so asked once
         self.request = request
         self.vocabulary = vocabulary
-        self.processors = request.processors and request.processors.to(model.device)
+        self.processors = None if request.processors is None else request.processors.to(model.device)
+        self._reads_prefix = self.processors is not None and not self.processors.pure
         self.runner: Target | None = None
-        self.seen: list[list[int]] = []
+        self.settled: list[int] = []
+        self.ahead: list[list[int]] = []
         self._known = size(model)
         self._mine: Draft | None = None
         self._fed: list[int] = []
@@ -92,7 +95,8 @@ class DraftModelSession:
         rows = [ids if asked else ids[:1] for ids, asked in zip(context.ids, depth, strict=True)]
         logits = self._prefill(rows) if self.runner is None else self._catch_up(self.runner, rows, context.last)
         if self.drafter.branches > 1 and not limit.chain:
-            self._mine = self._tree(context, Limit(depth, limit.nodes, limit.chain), logits)
+            roots = torch.tensor([ids[-1] for ids in rows])
+            self._mine = self._tree(context, Limit(depth, limit.nodes, limit.chain), roots, logits)
         else:
             self._mine = self._chain(context, depth, logits)
         return self._mine
@@ -114,8 +118,12 @@ class DraftModelSession:
         self.runner = Target(self.model, prompt_of(self.model, known))
         logits = self.runner.prefill().logits
         self.runner.cache.commit([()] * len(rows))
-        self.seen = [list(ids) for ids in rows]
+        self._settle(rows)
         return logits
+
+    def _settle(self, rows: list[Sequence[int]]) -> None:
+        self.settled = [len(ids) for ids in rows]
+        self.ahead = [[] for _ in rows]
 
     def _catch_up(self, runner: Target, rows: list[Sequence[int]], last: Verified | None) -> Tensor:
         """Feeds what was decided since the last draft; returns as `_prefill` does."""
@@ -123,51 +131,50 @@ class DraftModelSession:
         if fed is not None and fed.is_chain:
             # Its ids are on the host if the round before checked this very draft.
             tokens = last.tokens if last is not None and last.draft is fed else fed.tokens.tolist()
-            for seen, drafted, count in zip(self.seen, tokens, self._fed, strict=True):
-                seen.extend(drafted[:count])
+            self.ahead = [drafted[:count] for drafted, count in zip(tokens, self._fed, strict=True)]
         fresh = []
         for row, ids in enumerate(rows):
-            common = min(_common(self.seen[row], ids), len(ids) - 1)
+            settled = self.settled[row]
+            common = min(settled + _common(self.ahead[row], ids[settled:]), len(ids) - 1)
             runner.cache.lengths[row] = common
             fresh.append(list(ids[common:]))
         roots = torch.tensor([new[0] for new in fresh])
-        logits = self._pass(roots, Draft.ragged([new[1:] for new in fresh]).to(self.model.device))
+        logits = self._pass(roots, Draft.ragged([new[1:] for new in fresh]).to(self.device))
         runner.cache.commit([range(1, len(new)) for new in fresh])
-        self.seen = [list(ids) for ids in rows]
+        self._settle(rows)
         ends = torch.tensor([len(new) - 1 for new in fresh], device=logits.device)
-        return logits[torch.arange(len(fresh), device=logits.device), ends].unsqueeze(1)
+        return logits.take_along_dim(ends.view(-1, 1, 1), dim=1)
 
     def _chain(self, context: Context, depth: tuple[int, ...], logits: Tensor) -> Draft:
         """One token a pass; a row's last one is not fed."""
         assert self.runner is not None
-        nothing = Draft.empty(len(depth), self.model.device)
-        tokens, probs = nothing.tokens, []
+        nothing = Draft.empty(len(depth), self.device)
+        tokens: list[Tensor] = []
+        probs: list[Tensor] = []
         for step in range(max(depth)):
             if step:
-                logits = self._pass(tokens[:, -1], nothing)
+                logits = self._pass(tokens[-1][:, 0], nothing)
                 # A row goes no further than was asked: its positions may end there.
                 self.runner.cache.commit([() if step < deep else None for deep in depth])
-            scores = self._scores(logits, context, [[row] for row in self._host(tokens)])
+            prefixes = [[row] for row in self._host(nothing.tokens, *tokens)] if self._reads_prefix else []
+            scores = self._scores(logits, context, prefixes)
             noise = self._noise(context, step, 1)
-            choice = scores.argmax(-1) if noise is None else noise.argmax(scores)
-            tokens = torch.cat([tokens, choice], dim=1)
+            tokens.append(scores.argmax(-1) if noise is None else noise.argmax(scores))
             if self.request.wants_probs and noise is not None:
                 probs.append(scores.softmax(-1))
         self._fed = [max(0, deep - 1) for deep in depth]
-        return Draft.chain(tokens, depth, torch.cat(probs, 1) if probs else None)
+        return Draft.chain(torch.cat(tokens, 1), depth, torch.cat(probs, 1) if probs else None)
 
-    def _tree(self, context: Context, limit: Limit, logits: Tensor) -> Draft:
+    def _tree(self, context: Context, limit: Limit, roots: Tensor, logits: Tensor) -> Draft:
         """A beam of `branches` nodes a level, by the sum of log q + G; each level feeds the tree so far."""
         assert self.runner is not None
         batch, width = len(limit.depth), self.drafter.branches
         # The last decided token becomes the root of every pass below.
-        for row, seen in enumerate(self.seen):
-            self.runner.cache.lengths[row] = len(seen) - 1
-        roots = torch.tensor([seen[-1] for seen in self.seen])
-        self.seen = [seen[:-1] for seen in self.seen]
-        tokens = parents = torch.empty((batch, 0), dtype=torch.long, device=self.model.device)
+        self.settled = [settled - 1 for settled in self.settled]
+        self.runner.cache.lengths[:] = self.settled
+        tokens = parents = torch.empty((batch, 0), dtype=torch.long, device=self.device)
         frontier = parents.new_zeros((batch, 1))
-        sums = torch.zeros((batch, 1), device=self.model.device, dtype=torch.float32)
+        sums = torch.zeros((batch, 1), device=self.device, dtype=torch.float32)
         for step in range(min(max(limit.depth), limit.nodes // width)):
             if step:
                 passed = self._pass(roots, Draft(tokens, parents))
@@ -196,8 +203,8 @@ class DraftModelSession:
         """The noise of the tokens `step` places after the next one; None where drafts are the most likely tokens."""
         if context.noise is None or not self.drafter.sample:
             return None
-        positions = torch.tensor(context.positions, device=self.model.device).unsqueeze(1)
-        return context.noise.to(self.model.device).at((positions + step).expand(-1, nodes), positions[:, 0])
+        positions = torch.tensor(context.positions, device=self.device).unsqueeze(1)
+        return context.noise.to(self.device).at((positions + step).expand(-1, nodes), positions[:, 0])
 
     def _scores(self, logits: Tensor, context: Context, paths: list[list[list[int]]]) -> Tensor:
         """`(batch, nodes, vocab)` float32 over the target's vocabulary, after the processors a drafter may run.
@@ -207,13 +214,14 @@ class DraftModelSession:
             context: for the ids before the draft.
             paths: for each row and node the drafted ids up to it; only read where processors look at the prefix.
         """
-        logits = logits.to(torch.float32, copy=True)[..., : self.vocabulary]
+        logits = logits.float()[..., : self.vocabulary]
         if logits.shape[-1] < self.vocabulary:
             missing = self.vocabulary - logits.shape[-1]
             logits = torch.nn.functional.pad(logits, (0, missing), value=-torch.inf)
         processors = self.processors
         if processors is None or processors.empty:
             return logits
+        logits = logits.clone()  # processors may write into it
         if processors.pure:
             return processors.warp(logits)
         for row, ids in enumerate(context.ids):
@@ -223,12 +231,11 @@ class DraftModelSession:
                 logits[row, node] = apart(prefix, logits[row, node : node + 1])[0]
         return logits
 
-    def _host(self, tokens: Tensor) -> list[list[int]]:
+    def _host(self, *columns: Tensor) -> list[list[int]]:
         """The drafted ids on the host, where a processor looks at them; elsewhere nothing is read from the device."""
-        processors = self.processors
-        if processors is None or processors.pure:
-            return [[] for _ in range(tokens.shape[0])]
-        rows: list[list[int]] = tokens.tolist()
+        if not self._reads_prefix:
+            return [[]] * columns[0].shape[0]
+        rows: list[list[int]] = torch.cat(columns, dim=1).tolist()
         return rows
 
     def _paths(self, tokens: Tensor, parents: Tensor, frontier: Tensor) -> list[list[list[int]]]:
