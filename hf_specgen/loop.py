@@ -22,7 +22,7 @@ from hf_specgen.stats import Stats, Step
 from hf_specgen.target import Target
 from hf_specgen.walk import Walk
 
-# The widest tree a session may be asked for.
+# The most nodes of a tree that a session is asked for, unless one path alone is longer.
 MOST_NODES = 64
 
 
@@ -98,7 +98,7 @@ def _propose(call: Call, last: Verified) -> Draft:
     deepest = max(depth)
     if deepest == 0:
         return Draft.empty(rows.batch)
-    limit = Limit(depth, nodes=deepest if call.chain else MOST_NODES, chain=call.chain)
+    limit = Limit(depth, nodes=deepest if call.chain else max(deepest, MOST_NODES), chain=call.chain)
     noise = call.noise
     if noise is not None and not call.coupled:
         noise = noise.stream("draft", rows.next_positions()[:, 0])

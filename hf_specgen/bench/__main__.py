@@ -9,14 +9,13 @@ import argparse
 import json
 
 import torch
-from rich.console import Console
 from rich.progress import Progress
 
 import hf_specgen as sg
 from hf_specgen.bench import smollm2
 from hf_specgen.bench.measure import Setting, interleave, machine
 from hf_specgen.bench.prompts import COPYING, FREE
-from hf_specgen.bench.table import PLAIN, record, table
+from hf_specgen.bench.table import PLAIN, console, record, table
 from hf_specgen.cli import encode
 
 
@@ -43,14 +42,14 @@ def main() -> None:
     model, tokenizer = smollm2.load()
     prompts = {name: text for name, text in (COPYING | FREE).items() if not arguments.only or name in arguments.only}
     compared = settings(arguments.new_tokens)
-    console = Console()
+    shown = console()
     rows = []
-    with Progress(console=console, transient=True) as progress:
+    with Progress(console=shown, transient=True) as progress:
         task = progress.add_task("measuring", total=len(prompts) * len(compared) * (arguments.repeats + 1))
         for name, prompt in prompts.items():
             inputs = encode(tokenizer, prompt)
             rows += record(name, interleave(model, inputs, compared, arguments.repeats, lambda: progress.advance(task)))
-    console.print(table(rows, "greedy, after the first token; medians of interleaved runs"))
+    shown.print(table(rows, "greedy, after the first token; medians of interleaved runs"))
     print(json.dumps({"bench": rows, "machine": machine()}))
 
 

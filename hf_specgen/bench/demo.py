@@ -8,14 +8,13 @@ from __future__ import annotations
 import json
 
 import torch
-from rich.console import Console
 from rich.progress import Progress
 
 import hf_specgen as sg
 from hf_specgen.bench import smollm2
 from hf_specgen.bench.measure import Setting, interleave, machine
 from hf_specgen.bench.prompts import COPYING, FREE
-from hf_specgen.bench.table import PLAIN, record, table
+from hf_specgen.bench.table import PLAIN, console, record, table
 from hf_specgen.cli import encode, pieces, summary
 
 PROMPTS = {"summary": COPYING["summary"], "code edit": COPYING["code edit"], "chat": FREE["chat"]}
@@ -34,13 +33,13 @@ SETTINGS = [
 
 def main() -> None:
     """Streams three answers, then measures them."""
-    console = Console(highlight=False, soft_wrap=True)
+    shown = console()
     # One thread: two on a small shared machine wait for one another more than they help, and times wander.
     torch.set_num_threads(1)
     model, tokenizer = smollm2.load()
-    console.print("SmolLM2-135M-Instruct, float32, one CPU thread, greedy. [green]Green[/] was drafted and accepted.\n")
+    shown.print("SmolLM2-135M-Instruct, float32, one CPU thread, greedy. [green]Green[/] was drafted and accepted.\n")
     for name, prompt in PROMPTS.items():
-        console.print(f"[bold]{name}[/]  [dim]{' '.join(prompt.split())[:100]} …[/]")
+        shown.print(f"[bold]{name}[/]  [dim]{' '.join(prompt.split())[:100]} …[/]")
         stats = sg.Stats()
         sg.enable(model)
         steps = sg.stream(
@@ -52,17 +51,19 @@ def main() -> None:
             stats=stats,
         )
         for piece, drafted in pieces(steps, tokenizer):
-            console.print(piece, style="green" if drafted else None, end="", markup=False)
-        console.print(f"\n[dim]{summary(stats)}[/]\n")
+            shown.print(
+                piece, style="green" if drafted else None, end="", markup=False, highlight=False, soft_wrap=True
+            )
+        shown.print(f"\n[dim]{summary(stats)}[/]\n")
     sg.disable(model)
 
     rows = []
-    with Progress(console=console, transient=True) as progress:
+    with Progress(console=shown, transient=True) as progress:
         task = progress.add_task("measuring", total=len(PROMPTS) * len(SETTINGS) * (REPEATS + 1))
         for name, prompt in PROMPTS.items():
             timings = interleave(model, encode(tokenizer, prompt), SETTINGS, REPEATS, lambda: progress.advance(task))
             rows += record(name, timings)
-    console.print(table(rows, f"{NEW_TOKENS} new tokens, after the first; medians of {REPEATS} interleaved runs"))
+    shown.print(table(rows, f"{NEW_TOKENS} new tokens, after the first; medians of {REPEATS} interleaved runs"))
     print(json.dumps({"demo": rows, "machine": machine()}))
 
 

@@ -6,11 +6,18 @@ import statistics
 from collections.abc import Mapping
 from typing import Any
 
+from rich.console import Console
 from rich.table import Table
 
 from hf_specgen.bench.measure import Timing
 
 PLAIN = "plain"
+
+
+def console() -> Console:
+    """A console wide enough for the table where nobody says how wide it is."""
+    plain = Console()
+    return plain if plain.is_terminal else Console(width=120)
 
 
 def record(prompt: str, timings: Mapping[str, Timing]) -> list[dict[str, Any]]:
@@ -37,7 +44,7 @@ def table(rows: list[dict[str, Any]], title: str) -> Table:
     """The rows of `record` for a terminal."""
     shown = Table(title=title, title_justify="left", header_style="bold")
     for heading in ("prompt", "setting"):
-        shown.add_column(heading)
+        shown.add_column(heading, no_wrap=True)
     for heading in ("tokens/s", "ratio to plain", "whole call", "mean accepted tokens"):
         shown.add_column(heading, justify="right")
     shown.add_column("identical")
