@@ -1,6 +1,6 @@
 """Speculative decoding as a recipe that transformers loads by itself; the model is not changed.
 
-    model.generate(**inputs, custom_generate="<this repository>", trust_remote_code=True, assistant=drafter)
+model.generate(**inputs, custom_generate="<this repository>", trust_remote_code=True, assistant=drafter)
 """
 
 from functools import partial

@@ -75,7 +75,7 @@ def growing_texts(seed: int, count: int) -> Any:
 def test_a_chain_is_what_followed_the_longest_match_at_its_most_recent_place(eos: frozenset[int]) -> None:
     drafted = 0
     for rng, prefixes, shortest, longest in growing_texts(1, 400):
-        drafter = PromptLookup(shortest, longest)
+        drafter = PromptLookup(shortest, longest, resume=False)
         session = start(drafter, eos=eos)
         for ids in prefixes:
             depth = rng.randrange(1, 20)
@@ -90,7 +90,7 @@ def test_a_chain_is_what_followed_the_longest_match_at_its_most_recent_place(eos
 def test_a_tree_has_the_other_followers_of_the_match_and_then_of_shorter_ones(branches: int) -> None:
     branching = 0
     for rng, prefixes, shortest, longest in growing_texts(branches, 200):
-        session = start(PromptLookup(shortest, longest, branches=branches), eos=frozenset({EOS}))
+        session = start(PromptLookup(shortest, longest, resume=False, branches=branches), eos=frozenset({EOS}))
         for ids in prefixes:
             depth = rng.randrange(1, 8)
             expected = scan(ids, shortest, longest, depth, frozenset({EOS}))[:branches]
@@ -102,7 +102,7 @@ def test_a_tree_has_the_other_followers_of_the_match_and_then_of_shorter_ones(br
 def test_a_tree_of_too_many_nodes_keeps_the_likeliest() -> None:
     cut = 0
     for rng, prefixes, shortest, longest in growing_texts(5, 200):
-        drafter = PromptLookup(shortest, longest, branches=4)
+        drafter = PromptLookup(shortest, longest, resume=False, branches=4)
         session = start(drafter)
         for ids in prefixes:
             nodes = rng.randrange(1, 25)
@@ -130,7 +130,7 @@ def chance(draft: Draft) -> list[float]:
 
 def test_siblings_carry_different_tokens_and_share_at_most_certainty() -> None:
     for _, prefixes, shortest, longest in growing_texts(6, 200):
-        session = start(PromptLookup(shortest, longest, branches=5))
+        session = start(PromptLookup(shortest, longest, resume=False, branches=5))
         for ids in prefixes:
             draft = propose(session, ids)
             if draft.nodes == 0:
@@ -276,6 +276,41 @@ def test_settings_that_cannot_work_are_refused(arguments: dict[str, Any]) -> Non
         PromptLookup(**arguments)
     with pytest.raises(ValueError, match="max_tokens"):
         LookupStore(max_tokens=0)
+
+
+def test_a_copy_is_taken_up_again_where_the_text_comes_back_to_its_source() -> None:
+    source = list(range(10, 40))
+    answer = [10, 11, 12, 13, 14]  # a copy, of which the first three tokens are the match
+    for two, expected in (([17, 18], [19, 20, 21, 22]), ([17], None), ([39 - 8, 39 - 7], None)):
+        session = start(PromptLookup())
+        ids = [*source, 90, *answer[:3]]
+        assert paths(propose(session, ids, depth=4)) == [[13, 14, 15, 16]]
+        ids += [13, 14, 91, *two]  # two drafted tokens were right, then something else came
+        draft = propose(session, ids, depth=4)
+        assert paths(draft) == ([expected] if expected else []), two
+        assert propose(start(PromptLookup(resume=False)), ids, depth=4).nodes == 0
+        assert propose(start(PromptLookup()), ids, depth=4).nodes == 0, (
+            "without a copy before there is nothing to resume"
+        )
+
+
+def test_a_copy_left_long_ago_is_not_taken_up() -> None:
+    for since, nodes in ((20, 4), (30, 0)):
+        session = start(PromptLookup())
+        ids = [*range(10, 40), 90, 10, 11, 12]
+        propose(session, ids, depth=4)
+        ids += [13, 14, *range(200, 200 + since), 17, 18]
+        assert propose(session, ids, depth=4).nodes == nodes
+
+
+def test_a_rejected_copy_leaves_the_last_good_one_in_force() -> None:
+    session = start(PromptLookup())
+    ids = [*range(10, 40), 60, 61, 62, 70, 90, 10, 11, 12]
+    propose(session, ids, depth=4)
+    ids += [13, 14, 60, 61, 62]
+    assert paths(propose(session, ids, depth=4)) == [[70, 90, 10, 11]]
+    ids += [99, 16, 17]
+    assert paths(propose(session, ids, depth=4)) == [[18, 19, 20, 21]]
 
 
 # ---------------------------------------------------------------------------------------------------- the store

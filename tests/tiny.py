@@ -184,11 +184,13 @@ class Seen:
         mixed: some of the row's draft was accepted and some was not.
         younger: a node was accepted that is not its parent's first child.
         chains: for each draft, whether a chain was asked for.
+        requests: what was said when a call began.
     """
 
     mixed: list[bool] = field(default_factory=list)
     younger: list[bool] = field(default_factory=list)
     chains: list[bool] = field(default_factory=list)
+    requests: list[Request] = field(default_factory=list)
 
     def share(self, which: str) -> float:
         noticed: list[bool] = getattr(self, which)
@@ -215,6 +217,7 @@ class Scripted:
     seen: Seen = field(default_factory=Seen)
 
     def start(self, target: PreTrainedModel, request: Request) -> ScriptedSession:
+        self.seen.requests.append(request)
         return ScriptedSession(self)
 
 

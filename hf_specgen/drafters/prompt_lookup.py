@@ -29,6 +29,9 @@ _Path = tuple[int, list[int]]
 # Token, parent and confidence, as in Draft.
 _Node = tuple[int, int, float]
 
+# When a copy left its source: so many tokens, so near, so soon after are enough to take it up again.
+RESUMED, NEARBY, RECENT = 2, 16, 24
+
 
 class SuffixAutomaton:
     """Every substring of a growing text, with the latest two places where it ends.
@@ -266,6 +269,7 @@ class PromptLookup:
             that followed shorter ones. The best nodes are kept where not all fit.
         store: earlier outputs to look into when the row's own text has no match as long; None shares nothing.
         num_assistant_tokens: how deep to draft where the caller does not say.
+        resume: after a copy was left, two tokens that match close behind its end are enough to take it up again.
     """
 
     min_ngram: int = 3
@@ -273,6 +277,7 @@ class PromptLookup:
     branches: int = 1
     store: LookupStore | None = None
     num_assistant_tokens: int = 10
+    resume: bool = True
 
     def __post_init__(self) -> None:
         if not 1 <= self.min_ngram <= self.max_ngram:
@@ -304,6 +309,7 @@ class PromptLookupSession:
         # One token more than is matched, since a branch asks where a match with its follower ends.
         self._texts = [SuffixAutomaton(drafter.max_ngram + 1) for _ in range(request.batch)]
         self._stored: list[tuple[int, int]] = []  # for each row: ids dealt with, place in the store
+        self._copies = [_Copy() for _ in range(request.batch)]
 
     def propose(self, context: Context, limit: Limit) -> Draft:
         """See `DraftSession`."""
@@ -311,11 +317,12 @@ class PromptLookupSession:
             self._remember(self.drafter.store, context.ids)
         branches = 1 if limit.chain or self.request.chain else self.drafter.branches
         rows: list[list[_Node]] = []
-        for text, ids, depth in zip(self._texts, context.ids, limit.depth, strict=True):
+        for row, (text, ids, depth) in enumerate(zip(self._texts, context.ids, limit.depth, strict=True)):
             paths: list[_Path] = []
             if depth:
                 text.extend(ids[text.size :])
-                paths = self._paths(text, ids, depth, branches)
+                self._copies[row].follow(ids)
+                paths = self._paths(row, ids, depth, branches)
             rows.append(_grow(paths, limit.nodes))
         return _draft(rows)
 
@@ -327,18 +334,19 @@ class PromptLookupSession:
             (len(ids), store.add(ids[done:], after)) for ids, (done, after) in zip(texts, self._stored, strict=True)
         ]
 
-    def _paths(self, text: SuffixAutomaton, ids: Sequence[int], depth: int, branches: int) -> list[_Path]:
+    def _paths(self, row: int, ids: Sequence[int], depth: int, branches: int) -> list[_Path]:
         """Up to `branches` continuations that begin with different tokens, the best first."""
         paths: dict[int, _Path] = {}
-        for length, tokens in self._continuations(text, ids, depth, branches):
+        for length, tokens in self._continuations(row, ids, depth, branches):
             paths.setdefault(tokens[0], (length, _until(tokens, self.request.eos)))
             if len(paths) == branches:
                 break
         return list(paths.values())
 
-    def _continuations(self, text: SuffixAutomaton, ids: Sequence[int], depth: int, branches: int) -> Iterator[_Path]:
+    def _continuations(self, row: int, ids: Sequence[int], depth: int, branches: int) -> Iterator[_Path]:
         """Continuations from the longest match to the shortest, of equal ones the row's own before the store's."""
         shortest, longest, store = self.drafter.min_ngram, self.drafter.max_ngram, self.drafter.store
+        text, copy = self._texts[row], self._copies[row]
         if store is not None:
             best = next(text.matches(shortest, longest), None)
             length = shortest - 1 if best is None else best[0]
@@ -347,7 +355,56 @@ class PromptLookupSession:
         for length, place, state in text.matches(shortest, longest):
             # A chain needs the most recent place only, which is known without asking every follower.
             for start in [place] if branches == 1 else text.followers(state, branches):
-                yield length, _copy(ids, start, depth)
+                tokens = _copy(ids, start, depth)
+                copy.begin(start, tokens, len(ids))
+                yield length, tokens
+        resumed = copy.resumed(ids) if self.drafter.resume and shortest > RESUMED else None
+        if resumed is not None:
+            tokens = _copy(ids, resumed, depth)
+            copy.begin(resumed, tokens, len(ids))
+            yield RESUMED, tokens
+
+
+class _Copy:
+    """Where the last copy that was of use left its source.
+
+    An answer that follows a source mostly comes back to it a little further on. There fewer tokens are proof enough:
+    `RESUMED` ones, at most `NEARBY` places behind where the copy left, within `RECENT` tokens since.
+    """
+
+    def __init__(self) -> None:
+        self._begun: tuple[int, list[int], int] | None = None  # source, tokens, place of the first of them
+        self._left: tuple[int, int] | None = None  # source, place
+
+    def begin(self, source: int, tokens: list[int], place: int) -> None:
+        """Takes note of a draft; of several for one place the first counts."""
+        if self._begun is None:
+            self._begun = source, tokens, place
+
+    def follow(self, ids: Sequence[int]) -> None:
+        """Sees how far the last draft agreed with what was decided."""
+        if self._begun is None:
+            return
+        source, tokens, place = self._begun
+        agreed = 0
+        for drafted, decided in zip(tokens, ids[place : place + len(tokens)], strict=False):
+            if drafted != decided:
+                break
+            agreed += 1
+        if agreed:
+            self._left = source + agreed, place + agreed
+        self._begun = None
+
+    def resumed(self, ids: Sequence[int]) -> int | None:
+        """The place of the source at which the text has come back to it."""
+        if self._left is None or len(ids) - self._left[1] > RECENT:
+            return None
+        source, _ = self._left
+        tail = list(ids[-RESUMED:])
+        for start in range(max(source - RESUMED, RESUMED), min(source + NEARBY, len(ids) - 1)):
+            if list(ids[start - RESUMED : start]) == tail:
+                return start
+        return None
 
 
 def _copy(ids: Sequence[int], start: int, depth: int) -> list[int]:
