@@ -64,6 +64,10 @@ class RowCache(Protocol):
         """The cache as stock `generate` would return it. The call is over then."""
         ...
 
+    def close(self) -> None:
+        """Undoes what only a call in progress needs of the model's cache."""
+        ...
+
 
 class SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     """One layer's keys and values in buffers that outlive a pass; row b's token at position p lies in slot p.
@@ -305,6 +309,9 @@ class SlotCache(Cache):
         """See `RowCache`."""
         return self.to_dynamic()
 
+    def close(self) -> None:
+        """See `RowCache`: nothing here is the caller's."""
+
 
 class CropCache:
     """Any transformers cache that can be cropped, rolled back by cropping; all rows keep the same number of tokens.
@@ -327,6 +334,8 @@ class CropCache:
         self.lengths = [int(cache.get_seq_length()) - 1] * batch
         self.width = 1
         self.recording = False
+        # Layers that keep what they may have to restore only while this call lasts.
+        self._borrowed = [layer for layer in getattr(cache, "layers", ()) if vars(layer).get("record_past") is False]
 
     @property
     def model_cache(self) -> Cache:
@@ -366,6 +375,13 @@ class CropCache:
     def release(self) -> Cache:
         """See `RowCache`."""
         return self.cache
+
+    def close(self) -> None:
+        """See `RowCache`."""
+        if self.recording:
+            for layer in self._borrowed:
+                layer.record_past = False
+            self.recording = False
 
 
 def is_users(cache: Cache) -> bool:

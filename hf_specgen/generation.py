@@ -18,17 +18,16 @@ from transformers import (
     PreTrainedTokenizerBase,
     StoppingCriteriaList,
 )
-from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.stopping_criteria import MaxLengthCriteria, StopStringCriteria
 from transformers.generation.streamers import BaseStreamer
 
 from hf_specgen import attention
 from hf_specgen.assistants import ACCEPTED, resolve
-from hf_specgen.cache import why_not_croppable
 from hf_specgen.draft import Draft, Request
 from hf_specgen.length import Fixed
 from hf_specgen.loop import Call, decode
 from hf_specgen.outputs import Recorder, SpeculativeOutput
+from hf_specgen.refusals import refuse
 from hf_specgen.rows import Ends, Rows
 from hf_specgen.sampling import Noise, Processors, fresh_seed
 from hf_specgen.stats import Stats, Step
@@ -59,7 +58,7 @@ class Options:
 
     assistant: Any = None
     num_assistant_tokens: int | None = None
-    acceptance: str | Verifier = "matching"
+    acceptance: str | Verifier | None = "matching"
     seed: int | Sequence[int] | None = None
     stats: Stats | None = None
     streamer: BaseStreamer | None = None
@@ -67,6 +66,18 @@ class Options:
     assistant_tokenizer: PreTrainedTokenizerBase | None = None
     stop_strings: str | list[str] | None = None
     prompt_streamed: bool = False
+
+    def check(self, batch: int) -> None:
+        """Raises ValueError for what no call of `batch` rows can use."""
+        if self.assistant is None:
+            raise ValueError(f"assistant= is missing; it is {ACCEPTED}")
+        if not isinstance(self.stats, Stats | None):
+            raise ValueError(f"stats={self.stats!r} is not an hf_specgen.Stats")
+        seeds = self.seed if isinstance(self.seed, Sequence) else [self.seed]
+        if not all(seed is None or isinstance(seed, int) for seed in seeds):
+            raise ValueError(f"seed={self.seed!r} is neither an integer nor a list of one integer a row")
+        if isinstance(self.seed, Sequence) and len(self.seed) != batch:
+            raise ValueError(f"seed has {len(self.seed)} entries for {batch} rows")
 
 
 # Options that mean nothing to stock `generate`, and so must not be dropped in silence.
@@ -119,20 +130,21 @@ def prepare(
     options: Options,
 ) -> Prepared:
     """Builds a call, or says by name why there can be none."""
-    config = prompt.generation_config
-    refuse(model, prompt)
-    if options.assistant is None:
-        raise ValueError(f"assistant= is missing; it is {ACCEPTED}")
-    if not isinstance(options.stats, Stats | None):
-        raise ValueError(f"stats={options.stats!r} is not an hf_specgen.Stats")
-    assistant = resolve(options.assistant, model)
+    config, batch = prompt.generation_config, prompt.input_ids.shape[0]
     criteria = _with_stop_strings(criteria, options)
-    batch = prompt.input_ids.shape[0]
+    max_length = min(criterion.max_length for criterion in criteria if isinstance(criterion, MaxLengthCriteria))
+    refuse(model, prompt, max_length)
+    options.check(batch)
+    assistant = resolve(options.assistant, model)
     target = Target(model, prompt, hidden_states=bool(config.return_dict_in_generate and config.output_hidden_states))
-    if isinstance(options.seed, Sequence) and len(options.seed) != batch:
-        raise ValueError(f"seed has {len(options.seed)} entries for {batch} rows")
-    noise = _noise(options.seed, batch, prompt.input_ids.device) if config.do_sample else None
-    rules = Rules(Processors(processors), criteria, by_name(options.acceptance), noise)
+    seed = fresh_seed() if config.do_sample and options.seed is None else options.seed
+    noise = Noise.of(seed, batch, prompt.input_ids.device) if config.do_sample and seed is not None else None
+    rules = Rules(
+        Processors(processors),
+        criteria,
+        by_name("matching" if options.acceptance is None else options.acceptance),
+        noise,
+    )
     if rules.verifier.all_nodes and not rules.processors.pure:
         raise ValueError(
             f"acceptance={rules.verifier.name!r} needs the scores of every node at once, but some of "
@@ -154,9 +166,8 @@ def prepare(
             assistant_tokenizer=options.assistant_tokenizer,
         ),
     )
-    lengths = [criterion.max_length for criterion in criteria if isinstance(criterion, MaxLengthCriteria)]
     pad = getattr(config, "_pad_token_tensor", None)
-    ends = Ends(min(lengths), 0 if pad is None else int(pad), together=together and not rules.eos)
+    ends = Ends(max_length, 0 if pad is None else int(pad), together=together and not rules.eos)
     recorder = Recorder(config, batch)
     tokens = assistant.tokens if options.num_assistant_tokens is None else options.num_assistant_tokens
     call = Call(
@@ -173,28 +184,6 @@ def prepare(
     return Prepared(call, recorder, config, options)
 
 
-def refuse(model: PreTrainedModel, prompt: Prompt) -> None:
-    """Raises ValueError for a call that cannot be served exactly; nothing has been computed by then."""
-    config = prompt.generation_config
-    mode = config.get_generation_mode()
-    if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
-        raise ValueError(f"assistant= takes greedy decoding and sampling, but the arguments ask for {mode.value}")
-    if model.config.is_encoder_decoder:
-        raise ValueError(f"{type(model).__name__} is an encoder-decoder, which assistant= does not take yet")
-    if config.output_attentions:
-        raise ValueError("output_attentions=True is not supported with assistant=: a pass looks at several tokens")
-    if not config.use_cache:
-        raise ValueError(
-            "use_cache=False is not supported with assistant=; pass use_cache=True "
-            "(a model that was trained with gradient checkpointing may carry False in its config)"
-        )
-    cache = prompt.model_kwargs.get("cache")
-    if cache is None:
-        raise ValueError(f"{type(model).__name__} keeps its state in no transformers cache and cannot be rolled back")
-    if (stuck := why_not_croppable(cache)) is not None:
-        raise ValueError(f"rejected tokens cannot be removed from a {stuck}, so assistant= cannot use it")
-
-
 def _with_stop_strings(criteria: StoppingCriteriaList, options: Options) -> StoppingCriteriaList:
     if options.stop_strings is None:
         return criteria
@@ -204,10 +193,6 @@ def _with_stop_strings(criteria: StoppingCriteriaList, options: Options) -> Stop
             "custom_generate=functools.partial(hf_specgen.speculate, tokenizer=tokenizer)"
         )
     return StoppingCriteriaList([*criteria, StopStringCriteria(options.tokenizer, options.stop_strings)])
-
-
-def _noise(seed: int | Sequence[int] | None, batch: int, device: torch.device) -> Noise:
-    return Noise.of(fresh_seed() if seed is None else seed, batch, device)
 
 
 def _finish(prepared: Prepared) -> Tensor | SpeculativeOutput:
@@ -268,7 +253,7 @@ def stream(model: torch.nn.Module, inputs: Tensor | None = None, **kwargs: Any) 
     Returns:
         An iterator of `Step`; the first one is the prompt's pass. Errors are raised here, before the first step.
     """
-    if "streamer" in kwargs:
+    if kwargs.pop("streamer", None) is not None:
         raise ValueError("stream() yields the tokens itself; it takes no streamer=")
     bound = {name: kwargs.pop(name) for name in ("tokenizer", "assistant_tokenizer") if name in kwargs}
     generate: Any = model.generate
@@ -305,7 +290,7 @@ class SpecGenMixin(GenerationMixin):
                 )
             return super().generate(*args, **kwargs)
         self._refuse_arguments(kwargs)
-        kwargs.setdefault("custom_generate", speculate)
+        kwargs["custom_generate"] = kwargs.get("custom_generate") or speculate
         return super().generate(*args, assistant=assistant, **kwargs)
 
     def _refuse_arguments(self, kwargs: dict[str, Any]) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass
 
 import torch
@@ -60,6 +61,11 @@ def decode(call: Call) -> Iterator[Step]:
     The first step is the prompt's pass, which decides one token a row. Between steps the invariant holds: the caches
     keep every decided token but the last, which is the root of the next round.
     """
+    with closing(call.target):
+        yield from _rounds(call)
+
+
+def _rounds(call: Call) -> Iterator[Step]:
     target, rows = call.target, call.rows
     started = time.perf_counter()
     proposed = draft = Draft.empty(rows.batch, target.device)
@@ -103,6 +109,8 @@ def _propose(call: Call, last: Verified) -> Draft:
     if noise is not None and not call.coupled:
         noise = noise.stream("draft", rows.next_positions()[:, 0])
     draft = call.session.propose(Context(rows.ids, rows.positions(), noise, last), limit)
+    if not isinstance(draft, Draft) or draft.tokens.shape != draft.parents.shape or draft.tokens.dtype != torch.long:
+        raise ValueError(f"{type(call.session).__name__} proposed {draft!r}; see hf_specgen.Draft for what it must be")
     fits = draft.tokens.shape[0] == rows.batch and draft.nodes <= limit.nodes
     if not fits or (call.chain and not draft.is_chain):
         shape, kind = tuple(draft.tokens.shape), "chain" if draft.is_chain else "tree"

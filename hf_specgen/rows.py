@@ -120,5 +120,5 @@ class Rows:
             [*row[len(row) - count :], *[self.ends.pad] * (longest - count)]
             for row, count in zip(self.ids, self.generated, strict=True)
         ]
-        tail = torch.tensor(new, dtype=self.prompt.dtype, device=self.prompt.device).view(self.batch, longest)
+        tail = torch.tensor(new, dtype=torch.long, device=self.prompt.device).view(self.batch, longest)
         return torch.cat([self.prompt, tail], dim=1)

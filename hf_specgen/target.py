@@ -15,8 +15,8 @@ from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREF
 from hf_specgen.cache import CropCache, RowCache, SlotCache, fits_slots, is_users, new_cache
 from hf_specgen.draft import Draft
 
-# Models whose attention counts positions itself (ALiBi, a local window by buffer place) and would misread a 4-D mask.
-OWN_POSITIONS = frozenset({"bloom", "mpt", "gpt_neo"})
+# Models whose attention counts positions by the cache (ALiBi, a local window, a temperature), not by position ids.
+OWN_POSITIONS = frozenset({"bloom", "mpt", "gpt_neo", "llama4_text"})
 # Kernels that take no 4-D mask.
 MASKLESS_ATTENTION = ("flash", "flex", "paged")
 # Inputs that run along the sequence beside the ids, and how stock continues them: the last value, or zero for text.
@@ -118,8 +118,10 @@ class Target:
         self.hidden_states = hidden_states
         self.slots = takes_slots(model, prompt)
         # Properties that walk through all parameters: asked once, not once a pass.
-        self.device: torch.device = model.device
+        # With offloaded weights the model is nowhere (meta); its inputs go where the prompt is.
+        self.device: torch.device = prompt.input_ids.device if model.device.type == "meta" else model.device
         self.dtype: torch.dtype = model.dtype
+        self._ids: int = model.config.get_text_config(decoder=True).vocab_size
         prepare = getattr(self.model.prepare_inputs_for_generation, "__func__", None)
         # Stock's own preparation only sorts arguments; ours are sorted already.
         self._sorted = (
@@ -130,6 +132,7 @@ class Target:
         self._extras: dict[str, Any] = {}
         self._offset: Tensor | None = None
         self._shifted = False
+        self._began = False
 
     @property
     def ragged(self) -> bool:
@@ -156,7 +159,8 @@ class Target:
             self.cache = CropCache(outputs.cache, prompt.attention_mask, batch)
             columns = self.cache.lengths[0] + 1
             mask = prompt.attention_mask
-            self.prompt_lengths = [columns] * batch if mask is None else mask.sum(1).tolist()
+            self.prompt_lengths = [columns] * batch if mask is None else (mask != 0).sum(1).tolist()
+        self._began = True
         self._extras = self._running_inputs()
         positions = prompt.model_kwargs.get("position_ids")
         if positions is not None:
@@ -182,6 +186,11 @@ class Target:
             extras[name] = last if TOKEN_TYPES[name] else torch.zeros_like(last)
         return extras
 
+    def close(self) -> None:
+        """Leaves a cache that belongs to the caller as one without a call in progress."""
+        if self._began:
+            self.cache.close()
+
     def verify(self, roots: Tensor, draft: Draft) -> Pass:
         """One forward over `[root, *draft]` of every row.
 
@@ -191,7 +200,8 @@ class Target:
         """
         ids, width = roots.to(self.device).unsqueeze(1), draft.nodes + 1
         if draft.nodes:
-            ids = torch.cat([ids, draft.tokens], dim=1)
+            # An id that the model does not know is never chosen; it only must not be looked up.
+            ids = torch.cat([ids, draft.tokens.clamp(0, self._ids - 1)], dim=1)
         self.cache.begin(width)
         kwargs = dict(self._extras)
         for name in TOKEN_TYPES.keys() & kwargs.keys():

@@ -241,10 +241,12 @@ def accepted(draft: Draft, chosen: Tensor) -> Tensor:
     Returns:
         `(batch, nodes)` bool. Its sum is the number of drafted tokens that are kept, before the cut.
     """
-    here = draft.parents >= 0
+    places = torch.arange(draft.nodes, device=draft.parents.device)
     if draft.is_chain:
-        return (here & (chosen[:, :-1] == draft.tokens)).cumprod(-1).bool()
-    carries = here & (chosen.gather(1, draft.parents.clamp(min=0)) == draft.tokens)
+        return ((draft.parents == places) & (chosen[:, :-1] == draft.tokens)).cumprod(-1).bool()
+    # Parents come before children: a node that breaks the rule hangs on nothing, and is never accepted.
+    here = (draft.parents >= 0) & (draft.parents <= places)
+    carries = here & (chosen.gather(1, draft.parents.clamp(0, draft.nodes)) == draft.tokens)
     place = draft.parents.unsqueeze(-1) == draft.parents.unsqueeze(-2)
     twins = (place & (draft.tokens.unsqueeze(-1) == draft.tokens.unsqueeze(-2))).tril(-1).any(-1)
     carries &= ~twins

@@ -124,10 +124,32 @@ def score(rules: Rules, passed: Pass, draft: Draft, rows: Rows) -> Scored:
     # Processors may write into what they are given.
     scores = logits if rules.processors.empty else rules.processors.warp(logits.clone())
     noise = rules.noise
-    if noise is not None:
-        first = rows.next_positions().to(scores.device)
-        noise = noise.at(first + draft.tree.depth, first[:, 0])
-    return scores, rules.verifier(scores, draft, noise)
+    if noise is None:
+        return scores, rules.verifier(scores, draft, None)
+    first = rows.next_positions().to(scores.device)
+    chosen = rules.verifier(scores, draft, noise.at(first + draft.tree.depth, first[:, 0]))
+    return scores, marked(chosen, scores)
+
+
+def marked(chosen: Tensor, scores: Tensor) -> Tensor:
+    """The choices, with -1 where nothing could be drawn; the host raises when it meets one, without a read of its own.
+
+    Args:
+        chosen: `(..., )` ids.
+        scores: `(..., vocab)` they were drawn by.
+    """
+    return chosen.where(scores.gather(-1, chosen.unsqueeze(-1)).squeeze(-1).isfinite(), -1)
+
+
+def drawn(tokens: list[int]) -> list[int]:
+    """The tokens, if all of them could be drawn.
+
+    Raises:
+        ValueError: for a token that no finite score stood behind, as stock sampling raises too.
+    """
+    if -1 in tokens:
+        raise ValueError("cannot sample: the scores of a token are all -inf, or contain inf or nan")
+    return tokens
 
 
 class WalkAtOnce:
@@ -162,7 +184,7 @@ class WalkAtOnce:
             decision.draft_tokens[row] = read[row][nodes : 2 * nodes]
             decision.drafted[row] = read[row][2 * nodes]
             path = [node for node, keep in enumerate(kept, 1) if keep]
-            tokens = [choices[node] for node in (0, *path)]
+            tokens = drawn([choices[node] for node in (0, *path)])
             count = cut(tokens, self._eos, most[row])
             decision.tokens[row] = tokens[:count]
             decision.paths[row] = path[: count - 1]
@@ -225,6 +247,7 @@ class WalkByStep:
             tokens = dict.fromkeys(group, rows.ends.pad)
             for row, token, place_scores in zip(group, chosen.tolist(), scores, strict=True):
                 if row in live:
+                    drawn([token])
                     self.recorder.record(row, stand.node[row], stand.passed, place_scores)
                     stand.take(row, token, decision)
                     rows.append(row, [token])
@@ -244,7 +267,8 @@ class WalkByStep:
         if noise is not None:
             noise = noise.rows(group).at(rows.next_positions()[group], stand.first[:, 0])
         below = Draft.empty(len(group)) if rules.verifier.coupled else stand.children.draft_below(group, nodes)
-        return scores, rules.verifier(scores.unsqueeze(1), below, noise)[:, 0]
+        chosen = rules.verifier(scores.unsqueeze(1), below, noise)[:, 0]
+        return scores, chosen if noise is None else marked(chosen, scores)
 
 
 class Children:

@@ -34,7 +34,9 @@ ARROWS: dict[str, set[str] | None] = {
     "loop": {"draft", "walk", "rows", "sampling", "target", "length", "stats"},
     "drafters": {"draft", "trees", "cache", "target", "heads", "vocabulary"},
     "assistants": {"draft", "drafters"},
+    "refusals": {"cache", "target"},
     "generation": {
+        "refusals",
         *("loop", "assistants", "target", "cache", "sampling", "verify", "walk", "rows", "outputs"),
         *("draft", "length", "stats", "attention"),
     },

@@ -43,6 +43,11 @@ class DraftModel:
     branches: int = 1
     num_assistant_tokens: int = 5
 
+    def __post_init__(self) -> None:
+        """Refuses a tree without branches."""
+        if self.branches < 1:
+            raise ValueError(f"branches must be at least 1, not {self.branches}")
+
     def start(self, target: PreTrainedModel, request: Request) -> DraftModelSession:
         """See `Drafter`.
 
@@ -168,7 +173,7 @@ class DraftModelSession:
     def _tree(self, context: Context, limit: Limit, roots: Tensor, logits: Tensor) -> Draft:
         """A beam of `branches` nodes a level, by the sum of log q + G; each level feeds the tree so far."""
         assert self.runner is not None
-        batch, width = len(limit.depth), self.drafter.branches
+        batch, width = len(limit.depth), min(self.drafter.branches, limit.nodes)
         # The last decided token becomes the root of every pass below.
         self.settled = [settled - 1 for settled in self.settled]
         self.runner.cache.lengths[:] = self.settled
