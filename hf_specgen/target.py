@@ -130,6 +130,7 @@ class Target:
         self.cache: RowCache
         self.prompt_lengths: list[int]
         self._extras: dict[str, Any] = {}
+        self._types: list[str] = []
         self._offset: Tensor | None = None
         self._shifted = False
         self._began = False
@@ -181,7 +182,8 @@ class Target:
             for key, value in self.prompt.model_kwargs.items()
             if key not in left_out and not (key in TOKEN_TYPES and value is None)
         }
-        for name in TOKEN_TYPES.keys() & extras.keys():
+        self._types = [name for name in TOKEN_TYPES if name in extras]
+        for name in self._types:
             last = extras[name][:, -1:]
             extras[name] = last if TOKEN_TYPES[name] else torch.zeros_like(last)
         return extras
@@ -204,7 +206,7 @@ class Target:
             ids = torch.cat([ids, draft.tokens.clamp(0, self._ids - 1)], dim=1)
         self.cache.begin(width)
         kwargs = dict(self._extras)
-        for name in TOKEN_TYPES.keys() & kwargs.keys():
+        for name in self._types:
             kwargs[name] = kwargs[name].expand(-1, width)
         kwargs["attention_mask"] = self.cache.mask(draft, self.dtype)
         if self._offset is not None:

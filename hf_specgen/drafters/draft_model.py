@@ -219,9 +219,9 @@ class DraftModelSession:
             context: for the ids before the draft.
             paths: for each row and node the drafted ids up to it; only read where processors look at the prefix.
         """
-        logits = logits.float()[..., : self.vocabulary]
-        if logits.shape[-1] < self.vocabulary:
-            missing = self.vocabulary - logits.shape[-1]
+        logits = logits.float()
+        if logits.shape[-1] != self.vocabulary:
+            missing = self.vocabulary - logits.shape[-1]  # negative: the drafter's table is the longer one
             logits = torch.nn.functional.pad(logits, (0, missing), value=-torch.inf)
         processors = self.processors
         if processors is None or processors.empty:
