@@ -18,7 +18,7 @@ from hf_specgen.bench.table import PLAIN, console, record, table
 from hf_specgen.cli import encode, pieces, summary
 
 PROMPTS = {"summary": COPYING["summary"], "code edit": COPYING["code edit"], "chat": FREE["chat"]}
-NEW_TOKENS = 96
+NEW_TOKENS = 64
 REPEATS = 3
 SETTINGS = [
     Setting(PLAIN, {"do_sample": False, "max_new_tokens": NEW_TOKENS}),
