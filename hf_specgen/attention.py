@@ -57,11 +57,10 @@ def grouped_query_attention(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
-    dropout: float = 0.0,
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Equal to transformers' `sdpa_attention_forward` to rounding, and with its signature.
+    """Equal to transformers' `sdpa_attention_forward` to rounding, and called as it is.
 
     Args:
         module: the attention module.
@@ -69,17 +68,15 @@ def grouped_query_attention(
         key: `(batch, kv_heads, length, dim)`, any strides.
         value: `(batch, kv_heads, length, value_dim)`, any strides.
         attention_mask: `(batch or 1, 1 or heads, queries, length)`, bool (True: visible) or additive; None is causal.
-        dropout: as in stock.
         scaling: of the scores; None is `dim ** -0.5`.
-        **kwargs: as in stock; what packing does not serve goes there unchanged, errors and warnings included.
+        **kwargs: as in stock, `dropout` among them; what packing does not serve goes there unchanged, errors and
+            warnings included.
 
     Returns:
         `(batch, queries, heads, value_dim)`, contiguous, and None in the place of the attention weights.
     """
-    if dropout or not _packs(query, key, attention_mask, kwargs):
-        return sdpa_attention_forward(
-            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
-        )
+    if kwargs.get("dropout") or not _packs(query, key, attention_mask, kwargs):
+        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     batch, heads, queries, dim = query.shape
     kv_heads = key.shape[1]
     rows = heads // kv_heads * queries
