@@ -333,7 +333,7 @@ class CropCache:
         # Counted here from now on: a static cache keeps its own count on the device.
         self.lengths = [int(cache.get_seq_length()) - 1] * batch
         self.width = 1
-        self.recording = False
+        self.recording = self.undecided = False
         # Layers that keep what they may have to restore only while this call lasts.
         self._borrowed = [layer for layer in getattr(cache, "layers", ()) if vars(layer).get("record_past") is False]
 
@@ -347,7 +347,7 @@ class CropCache:
         if not self.recording:
             self.cache.activate_past_recording()  # type: ignore[no-untyped-call]
             self.recording = True
-        self.width = width
+        self.width, self.undecided = width, True
 
     def mask(self, draft: Draft, dtype: torch.dtype) -> Mask:
         """The stock two-dimensional mask, or None where no row is padded."""
@@ -364,6 +364,7 @@ class CropCache:
             # crop(0) is no waste: it lets sliding layers fall back to their window.
             self.cache.crop(keep - self.width)
         self.lengths = [length + keep for length in self.lengths]
+        self.undecided = False
         held = self.cache.get_seq_length()
         # A static cache keeps its count on the device, where it is not worth a read; stock's are tested.
         if isinstance(held, int) and held != self.lengths[0]:
@@ -377,7 +378,10 @@ class CropCache:
         return self.cache
 
     def close(self) -> None:
-        """See `RowCache`."""
+        """See `RowCache`. After an error between a pass and its commit, what the pass wrote goes too."""
+        if self.undecided and int(self.cache.get_seq_length()) == self.lengths[0] + self.width:
+            self.cache.crop(-self.width)
+            self.undecided = False
         if self.recording:
             for layer in self._borrowed:
                 layer.record_past = False

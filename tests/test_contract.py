@@ -154,6 +154,43 @@ def test_a_cache_that_was_lent_is_left_as_it_came(windowed: Any) -> None:
     assert not any(layer.record_past for layer in abandoned.layers)
 
 
+class Fails(LogitsProcessor):
+    """Raises at the call that is told."""
+
+    def __init__(self, at: int) -> None:
+        self.calls, self.at = 0, at
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls == self.at:
+            raise RuntimeError("on purpose")
+        return scores
+
+
+@pytest.mark.parametrize("at", range(1, 12))
+def test_an_error_in_a_round_takes_back_what_the_round_wrote(model: LlamaForCausalLM, at: int) -> None:
+    plain = text(model, assistant=sg.Plain())
+    cache = DynamicCache(config=model.config)
+    drafter = Shaped(plain, lambda t: Draft(t, torch.arange(5)[None], is_chain=True))
+    steps = sg.stream(
+        model,
+        PROMPT,
+        max_new_tokens=NEW,
+        assistant=drafter,
+        cache=cache,
+        logits_processor=LogitsProcessorList([Fails(at)]),
+    )
+    done: list[sg.Step] = []
+    with pytest.raises(RuntimeError, match="on purpose"):
+        done.extend(steps)
+    decided = PROMPT.shape[1] + sum(len(step.tokens[0]) for step in done)
+    assert cache.get_seq_length() == max(PROMPT.shape[1], decided - 1)
+    # What was decided goes on from this cache as if nothing had happened.
+    known = torch.tensor([plain[: max(decided, PROMPT.shape[1] + 1)]])
+    again = model.generate(known, max_new_tokens=4, cache=cache, assistant=sg.Plain(), do_sample=False)
+    assert again[0].tolist() == plain[: known.shape[1] + 4]
+
+
 def test_narrow_ids_come_back_wide_as_in_stock(model: LlamaForCausalLM) -> None:
     stock = model.generate(PROMPT.int(), max_new_tokens=4, do_sample=False)
     ours = sg.enable(model).generate(PROMPT.int(), max_new_tokens=4, do_sample=False, assistant=sg.Plain())
