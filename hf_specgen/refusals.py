@@ -36,16 +36,16 @@ def refuse(model: PreTrainedModel, prompt: Prompt, max_length: int) -> None:
             "use_cache=False is not supported with assistant=; pass use_cache=True "
             "(a model that was trained with gradient checkpointing may carry False in its config)"
         )
-    refuse_model(model, max_length)
     cache = prompt.model_kwargs.get("cache")
     if cache is None:
         raise ValueError(f"{type(model).__name__} keeps its state in no transformers cache and cannot be rolled back")
     if (stuck := why_not_croppable(cache)) is not None:
         raise ValueError(f"rejected tokens cannot be removed from a {stuck}, so assistant= cannot use it")
+    refuse_model(model, max_length)
 
 
 def refuse_model(model: Any, max_length: int) -> None:
-    """Raises ValueError for a model, target or drafter, whose passes over several tokens would not be exact."""
+    """Raises ValueError for a target whose passes over several tokens would not be exact."""
     name, config = type(model).__name__, model.config.get_text_config(decoder=True)
     if model.config.is_encoder_decoder:
         raise ValueError(f"{name} is an encoder-decoder, which assistant= does not take yet")

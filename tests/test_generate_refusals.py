@@ -267,7 +267,6 @@ def test_what_is_no_assistant(model, assistant, message, door):
     ("acceptance", "message"),
     [
         ("typical", "acceptance='typical' is none of 'matching', 'rejection', 'block'"),
-        (None, "acceptance=None is none of"),
         (sg.Rejection, "acceptance=<class .*Rejection'> is none of"),
     ],
 )
