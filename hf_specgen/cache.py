@@ -388,7 +388,7 @@ class CropCache:
             self.recording = False
 
 
-def is_users(cache: Cache) -> bool:
+def is_users(cache: Cache | None) -> bool:
     """Whether the caller of `generate` passed this cache in (transformers marks it)."""
     return getattr(cache, "_is_user_defined", False)
 

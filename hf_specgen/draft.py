@@ -70,7 +70,7 @@ class Draft:
         parents = torch.tensor([[*range(len(c)), *[-1] * (width - len(c))] for c in chains], dtype=torch.long)
         return cls(tokens.view(len(chains), width), parents.view(len(chains), width), is_chain=True)
 
-    @property
+    @cached_property
     def nodes(self) -> int:
         """Places a row, padding included."""
         return self.tokens.shape[1]

@@ -133,6 +133,7 @@ def prepare(
     config, batch = prompt.generation_config, prompt.input_ids.shape[0]
     criteria = _with_stop_strings(criteria, options)
     max_length = min(criterion.max_length for criterion in criteria if isinstance(criterion, MaxLengthCriteria))
+    prompt.use_dynamic_default(model)
     refuse(model, prompt, max_length)
     options.check(batch)
     assistant = resolve(options.assistant, model)
@@ -220,7 +221,7 @@ def _whole_cache(call: Call) -> Any:
     rows, target = call.rows, call.target
     behind = [new < max(rows.generated) for new in rows.generated]
     if any(behind) and target.ragged:
-        target.verify(rows.roots(), Draft.empty(rows.batch, target.device))
+        target.verify(rows.roots(), Draft.empty(rows.batch, target.device), [not short for short in behind])
         target.cache.commit([() if short else None for short in behind])
     return target.cache.release()
 

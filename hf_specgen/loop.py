@@ -94,7 +94,7 @@ def _rounds(call: Call) -> Iterator[Step]:
         proposed = _propose(call, Verified(proposed, decision.draft_tokens))
         draft = proposed.to(target.device)
         drafted = time.perf_counter()
-        passed = target.verify(rows.roots(), draft)
+        passed = target.verify(rows.roots(), draft, rows.finished)
 
 
 def _propose(call: Call, last: Verified) -> Draft:

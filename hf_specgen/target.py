@@ -58,6 +58,13 @@ class Prompt:
         mask: Tensor | None = self.model_kwargs.get("attention_mask")
         return mask
 
+    def use_dynamic_default(self, model: PreTrainedModel) -> None:
+        """Puts a dynamic cache in the place of one that nobody asked for but the model's own defaults."""
+        kind = getattr(model.generation_config, "cache_implementation", None)
+        cache = self.model_kwargs.get("cache")
+        if kind is not None and kind == self.generation_config.cache_implementation and not is_users(cache):
+            self.model_kwargs["cache"] = new_cache(model.config.get_text_config(decoder=True))
+
     def padding(self) -> list[int] | None:
         """Places before each row's first token; None where a mask has holes elsewhere."""
         if self.attention_mask is None:
@@ -133,6 +140,7 @@ class Target:
         self._types: list[str] = []
         self._offset: Tensor | None = None
         self._shifted = False
+        self._counted = torch.empty((0, 1, 1), dtype=torch.long)
         self._began = False
 
     @property
@@ -169,6 +177,7 @@ class Target:
             lengths = torch.tensor(self.cache.lengths, device=positions.device).view(-1, 1)
             self._offset = (positions[..., -1:] - lengths).to(self.device)
             self._shifted = positions.ndim > 2 or bool(self._offset.any())
+            self._counted = torch.arange(2 * max(self.prompt_lengths) + 256, device=self.device).view(-1, 1, 1)
         # The prompt's tensors (images among them) are not needed again.
         self.prompt = Prompt(prompt.input_ids, prompt.generation_config)
         return Pass(outputs.logits[:, -1:], outputs.hidden_states if self.hidden_states else None, is_prompt=True)
@@ -188,17 +197,31 @@ class Target:
             extras[name] = last if TOKEN_TYPES[name] else torch.zeros_like(last)
         return extras
 
+    def _positions(self, draft: Draft, idle: Sequence[bool]) -> Tensor:
+        """Position ids of a pass: those of the roots, and by depth of the nodes."""
+        lengths = self.cache.lengths
+        if any(idle):
+            # The last token of a row that has ended may lie beyond the model's last position; one before does not.
+            lengths = [length - ended for length, ended in zip(lengths, idle, strict=True)]
+        if len(lengths) == 1 and not self._shifted and lengths[0] < len(self._counted):
+            roots = self._counted[lengths[0]]  # a view costs a third of a new tensor
+        else:
+            roots = torch.tensor([[length] for length in lengths], device=self.device)
+            roots = self._offset + roots if self._shifted and self._offset is not None else roots
+        return roots + draft.tree.depth if draft.nodes else roots
+
     def close(self) -> None:
         """Leaves a cache that belongs to the caller as one without a call in progress."""
         if self._began:
             self.cache.close()
 
-    def verify(self, roots: Tensor, draft: Draft) -> Pass:
+    def verify(self, roots: Tensor, draft: Draft, idle: Sequence[bool] = ()) -> Pass:
         """One forward over `[root, *draft]` of every row.
 
         Args:
             roots: `(batch,)` each row's last decided token.
             draft: what to check; on the target's device.
+            idle: for each row whether its result is of no interest, because it has ended; none are, unless said.
         """
         ids, width = roots.to(self.device).unsqueeze(1), draft.nodes + 1
         if draft.nodes:
@@ -210,9 +233,7 @@ class Target:
             kwargs[name] = kwargs[name].expand(-1, width)
         kwargs["attention_mask"] = self.cache.mask(draft, self.dtype)
         if self._offset is not None:
-            positions = torch.tensor([[length] for length in self.cache.lengths], device=self.device)
-            positions = self._offset + positions if self._shifted else positions
-            kwargs["position_ids"] = positions + draft.tree.depth if draft.nodes else positions
+            kwargs["position_ids"] = self._positions(draft, idle)
         cache = self.cache.model_cache
         if self._sorted:
             inputs = {"input_ids": ids, "cache": cache, "use_cache": True, **kwargs}

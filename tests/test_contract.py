@@ -8,7 +8,14 @@ import pytest
 import tiny
 import torch
 from torch import Tensor
-from transformers import DynamicCache, LlamaForCausalLM, LogitsProcessor, LogitsProcessorList
+from transformers import (
+    DynamicCache,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaForCausalLM,
+    LogitsProcessor,
+    LogitsProcessorList,
+)
 
 import hf_specgen as sg
 from hf_specgen.draft import Context, Draft, Limit, Needs, Request
@@ -205,3 +212,40 @@ def test_arguments_that_say_nothing_say_nothing(model: LlamaForCausalLM) -> None
     assert [token for step in steps for token in step.tokens[0]] == plain[PROMPT.shape[1] :]
     with pytest.raises(ValueError, match="neither an integer nor a list"):
         text(model, assistant=sg.Plain(), do_sample=True, seed=1.5)
+
+
+@pytest.mark.parametrize("new", [9, 10, 11])
+def test_report_110_a_row_that_ended_at_the_last_position_waits_there(new: int) -> None:
+    """Rows of 14 and 4 tokens in a model of 24 positions; the long one is drafted right and ends long before."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 96, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 24, "initializer_range": 0.6}
+    model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=None, eos_token_id=None)).double().eval()
+    ids = torch.randint(3, 96, (2, 14))
+    mask = torch.ones_like(ids)
+    mask[1, :10] = 0
+    arguments = {"attention_mask": mask, "max_new_tokens": new, "do_sample": False, "pad_token_id": 0}
+    stock = model.generate(ids, **arguments)
+    sg.enable(model)
+
+    @dataclass(frozen=True)
+    class FirstRow(Shaped):
+        def propose(self, context: Context, limit: Limit) -> Draft:
+            coming = self.text[len(context.ids[0]) :][: limit.depth[0]]
+            return Draft.ragged([coming, []])
+
+    drafter = FirstRow(stock[0].tolist(), lambda t: t)
+    for extra in ({}, {"return_dict_in_generate": True}):
+        output = model.generate(ids, assistant=drafter, **arguments, **extra)
+        assert torch.equal(output["sequences"] if extra else output, stock)
+
+
+@pytest.mark.parametrize("kind", ["static"])
+def test_report_13_a_cache_that_only_the_models_defaults_ask_for_gives_way(windowed: Any, kind: str) -> None:
+    windowed.generation_config.cache_implementation = kind
+    stock = windowed.generate(PROMPT, max_new_tokens=NEW, do_sample=False)
+    sg.enable(windowed)
+    drafted = windowed.generate(PROMPT, max_new_tokens=NEW, do_sample=False, assistant=sg.PromptLookup(1))
+    assert torch.equal(drafted, stock)
+    windowed.generation_config.cache_implementation = None
+    with pytest.raises(ValueError, match="StaticSlidingWindowLayer"):
+        windowed.generate(PROMPT, max_new_tokens=NEW, assistant=sg.PromptLookup(1), cache_implementation="static")

@@ -427,7 +427,7 @@ REPORTS = {
     20: (MODEL, "test_the_drafter_sees_every_token_at_its_true_position"),
     22: (HERE, "test_report_22_a_rejected_token_stays_nowhere"),
     23: (OUTPUTS, "test_no_mask_and_a_mask_of_ones_are_the_same"),
-    25: (STOPS, "test_an_eos_in_the_prompt_is_copied_without_harm"),
+    25: (LOOKUP, "test_report_25_nothing_is_drafted_after_a_copied_eos"),
     26: (STOPS, "test_eos_of_every_kind"),
     28: (STOPS, "test_stop_strings_with_every_drafter"),
     29: (STOPS, "test_the_earlier_of_stop_and_limit_wins"),
