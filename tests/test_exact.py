@@ -560,7 +560,7 @@ def test_a_draft_model_drafts_from_a_cache_that_holds_every_decided_token(shape,
             assert limit.depth[row] < 2 or held[-1][row] >= len(ids) - 1
         return draft
 
-    def watched_verify(runner: Target, roots: Tensor, draft: sg.Draft) -> Any:
+    def watched_verify(runner: Target, roots: Tensor, draft: sg.Draft, idle: Sequence[bool] = ()) -> Any:
         if runner.model is drafter:
             context, limit = asked[-1]
             assert isinstance(runner.cache, SlotCache)
@@ -569,7 +569,7 @@ def test_a_draft_model_drafts_from_a_cache_that_holds_every_decided_token(shape,
                     decided = ids[: runner.cache.lengths[row]]
                     check_states(runner.cache.layers, row, 0, fresh_states(drafter, decided))
             held.append(list(runner.cache.lengths))
-        return verify(runner, roots, draft)
+        return verify(runner, roots, draft, idle)
 
     monkeypatch.setattr(DraftModelSession, "propose", watched_propose)
     monkeypatch.setattr(Target, "verify", watched_verify)
