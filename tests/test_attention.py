@@ -453,12 +453,17 @@ def medians(seconds: float) -> tuple[float, float]:
 
 @pytest.mark.timing
 def test_a_verify_of_8_at_2000_tokens_takes_at_most_half_of_stock() -> None:
-    # In a process of its own: what stock's copies cost depends on the memory that earlier tests have left on the heap.
+    # In processes of their own, and the mean of several: what stock's copies cost depends on whether the heap gives
+    # freed memory back, which differs from process to process (1 ms a layer where it does not, 5 ms where it does).
     root = str(Path(attention.__file__).parents[1])
-    run = subprocess.run(
-        [sys.executable, __file__], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": root}, check=True
+    environment = {**os.environ, "PYTHONPATH": root}
+    runs = [
+        subprocess.run([sys.executable, __file__], capture_output=True, text=True, env=environment, check=True)
+        for _ in range(5)
+    ]
+    stock, ours = (
+        statistics.mean(taken) for taken in zip(*(map(float, run.stdout.split()) for run in runs), strict=True)
     )
-    stock, ours = map(float, run.stdout.split())
     assert ours <= 0.5 * stock, f"{ours * 1e3:.2f} ms against {stock * 1e3:.2f} ms"
 
 
