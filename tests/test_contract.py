@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from accelerate import cpu_offload
+from peft import PromptTuningConfig, get_peft_model
 from torch import Tensor
 from transformers import (
     DynamicCache,
@@ -249,3 +251,17 @@ def test_report_13_a_cache_that_only_the_models_defaults_ask_for_gives_way(windo
     windowed.generation_config.cache_implementation = None
     with pytest.raises(ValueError, match="StaticSlidingWindowLayer"):
         windowed.generate(PROMPT, max_new_tokens=NEW, assistant=sg.PromptLookup(1), cache_implementation="static")
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # PEFT asks for it by its old name
+def test_prompt_learning_is_refused_by_name() -> None:
+    inner = tiny.llama().float()
+    wrapped = sg.enable(get_peft_model(inner, PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)))
+    with pytest.raises(ValueError, match="PEFT prompt learning"):
+        wrapped.generate(input_ids=PROMPT, max_new_tokens=5, assistant=sg.PromptLookup(1))
+
+
+def test_a_target_whose_weights_are_offloaded(model: LlamaForCausalLM) -> None:
+    plain = text(model, assistant=sg.Plain(), do_sample=False)
+    cpu_offload(model, execution_device=torch.device("cpu"))
+    assert text(model, assistant=sg.PromptLookup(1), do_sample=False) == plain
