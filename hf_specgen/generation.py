@@ -27,7 +27,7 @@ from hf_specgen.draft import Draft, Request
 from hf_specgen.length import Fixed
 from hf_specgen.loop import Call, decode
 from hf_specgen.outputs import Recorder, SpeculativeOutput
-from hf_specgen.refusals import refuse
+from hf_specgen.refusals import refuse, refuse_encoder_decoder
 from hf_specgen.rows import Ends, Rows
 from hf_specgen.sampling import Noise, Processors, fresh_seed
 from hf_specgen.stats import Stats, Step
@@ -303,8 +303,7 @@ class SpecGenMixin(GenerationMixin):
             raise ValueError("custom_generate= replaces the decoding loop, and so does assistant=; pass one of them")
         if kwargs.get("cache_implementation") == "paged":
             raise ValueError("cache_implementation='paged' is continuous batching, which assistant= does not take")
-        if self.config.is_encoder_decoder:
-            raise ValueError(f"{type(self).__name__} is an encoder-decoder, which assistant= does not take yet")
+        refuse_encoder_decoder(self)
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
         """As stock, which knows attention functions by stock's names only."""

@@ -47,8 +47,7 @@ def refuse(model: PreTrainedModel, prompt: Prompt, max_length: int) -> None:
 def refuse_model(model: Any, max_length: int) -> None:
     """Raises ValueError for a target whose passes over several tokens would not be exact."""
     name, config = type(model).__name__, model.config.get_text_config(decoder=True)
-    if model.config.is_encoder_decoder:
-        raise ValueError(f"{name} is an encoder-decoder, which assistant= does not take yet")
+    refuse_encoder_decoder(model)
     if config.model_type in OWN_STATE:
         raise ValueError(f"{name} ({config.model_type}) cannot check several tokens in one pass")
     stock = GenerationMixin._update_model_kwargs_for_generation
@@ -65,6 +64,12 @@ def refuse_model(model: Any, max_length: int) -> None:
             f"{name} turns its positions by {kind!r} beyond {limit} tokens, and this call may reach {max_length}; "
             f"with assistant= keep prompt and new tokens together within {limit}"
         )
+
+
+def refuse_encoder_decoder(model: Any) -> None:
+    """Raises ValueError for a model whose encoder stock `generate` would run before our loop is ever asked."""
+    if model.config.is_encoder_decoder:
+        raise ValueError(f"{type(model).__name__} is an encoder-decoder, which assistant= does not take yet")
 
 
 def moving_rope(config: PreTrainedConfig) -> tuple[str, int | None]:

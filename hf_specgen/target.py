@@ -90,9 +90,8 @@ def generative(model: torch.nn.Module) -> PreTrainedModel:
 
 def takes_slots(model: PreTrainedModel, prompt: Prompt) -> bool:
     """Whether this call can run on a `SlotCache`: ragged rows, trees, nothing copied on roll-back."""
-    cache = prompt.model_kwargs["cache"]
-    attention = model.config.get_text_config(decoder=True)._attn_implementation or ""
-    config = model.config.get_text_config(decoder=True)
+    cache, config = prompt.model_kwargs["cache"], model.config.get_text_config(decoder=True)
+    attention = config._attn_implementation or ""
     return (
         not is_users(cache)
         and fits_slots(cache)
