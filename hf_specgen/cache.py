@@ -393,15 +393,15 @@ def is_users(cache: Cache | None) -> bool:
     return getattr(cache, "_is_user_defined", False)
 
 
-def fits_slots(cache: Cache) -> bool:
-    """Whether an empty cache that transformers prepared can become a `SlotCache`."""
+def why_not_slots(cache: Cache) -> str | None:
+    """Why an empty cache that transformers prepared cannot become a `SlotCache`, in words; None if it can."""
+    if type(cache) is not DynamicCache or not cache.layers:
+        return f"{type(cache).__name__} is kept as it is"
+    if cache.offloading:
+        return "its keys and values are offloaded"
     known = (DynamicLayer, DynamicSlidingWindowLayer, DummyLayer)
-    return (
-        type(cache) is DynamicCache
-        and not cache.offloading
-        and bool(cache.layers)
-        and all(type(layer) in known for layer in cache.layers)
-    )
+    strange = sorted({type(layer).__name__ for layer in cache.layers if type(layer) not in known})
+    return f"it has layers of its own kind: {', '.join(strange)}" if strange else None
 
 
 def why_not_croppable(cache: Cache) -> str | None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL
 
-from hf_specgen.cache import CropCache, RowCache, SlotCache, fits_slots, is_users, new_cache
+from hf_specgen.cache import CropCache, RowCache, SlotCache, is_users, new_cache, why_not_slots
 from hf_specgen.draft import Draft
 
 # Models whose attention counts positions by the cache (ALiBi, a local window, a temperature), not by position ids.
@@ -88,20 +88,27 @@ def generative(model: torch.nn.Module) -> PreTrainedModel:
     raise ValueError(f"{type(model).__name__} holds no transformers model that can generate")
 
 
-def takes_slots(model: PreTrainedModel, prompt: Prompt) -> bool:
-    """Whether this call can run on a `SlotCache`: ragged rows, trees, nothing copied on roll-back."""
+def why_cropped(model: PreTrainedModel, prompt: Prompt) -> str | None:
+    """Why this call runs on a `CropCache`, in chains and with rows in lockstep; None if a `SlotCache` takes it.
+
+    A `SlotCache` serves ragged rows and trees, and copies nothing on roll-back.
+    """
     cache, config = prompt.model_kwargs["cache"], model.config.get_text_config(decoder=True)
     attention = config._attn_implementation or ""
-    return (
-        not is_users(cache)
-        and fits_slots(cache)
-        and "position_ids" in inspect.signature(model.forward).parameters
-        and prompt.model_kwargs.get("position_ids") is not None
-        and not any(name in attention for name in MASKLESS_ATTENTION)
-        and config.model_type not in OWN_POSITIONS
-        and not getattr(config, "alibi", False)
-        and prompt.padding() is not None
-    )
+    if is_users(cache):
+        return f"the {type(cache).__name__} is the caller's"
+    if (reason := why_not_slots(cache)) is not None:
+        return reason
+    if (
+        "position_ids" not in inspect.signature(model.forward).parameters
+        or prompt.model_kwargs.get("position_ids") is None
+    ):
+        return "the model takes no position ids"
+    if any(name in attention for name in MASKLESS_ATTENTION):
+        return f"{attention} takes no mask of a tree"
+    if config.model_type in OWN_POSITIONS or getattr(config, "alibi", False):
+        return f"{config.model_type} counts positions by its cache and not by position ids"
+    return "the attention mask has holes" if prompt.padding() is None else None
 
 
 class Target:
@@ -122,7 +129,7 @@ class Target:
         self.model: Any = model  # transformers types a model's methods as tensors
         self.prompt = prompt
         self.hidden_states = hidden_states
-        self.slots = takes_slots(model, prompt)
+        self.slots = why_cropped(model, prompt) is None
         # Properties that walk through all parameters: asked once, not once a pass.
         # With offloaded weights the model is nowhere (meta); its inputs go where the prompt is.
         self.device: torch.device = prompt.input_ids.device if model.device.type == "meta" else model.device

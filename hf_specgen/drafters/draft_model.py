@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_specgen.draft import Context, Draft, Limit, Needs, Request, Verified
-from hf_specgen.target import Target, generative, prompt_of, takes_slots
+from hf_specgen.target import Target, generative, prompt_of, why_cropped
 from hf_specgen.vocabulary import compare, size
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class DraftModel:
         model = generative(self.model)
         if model.config.is_encoder_decoder:
             raise ValueError(f"{type(model).__name__} is an encoder-decoder; a drafter must be a causal LM")
-        if not takes_slots(model, prompt_of(model, [[0]])):
+        if why_cropped(model, prompt_of(model, [[0]])) is not None:
             raise ValueError(
                 f"{type(model).__name__} cannot draft: its cache cannot be rolled back row by row "
                 f"(attention {model.config._attn_implementation!r})"
