@@ -17,7 +17,7 @@ OMP_NUM_THREADS=1 $(1) -m pytest -m "$(2)timing"
 endef
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-newest check fix bench
+.PHONY: help demo test test-all test-newest support check fix bench
 
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -34,6 +34,9 @@ test-all: .venv/ready ## all tests
 test-newest: $(NEWEST)/ready ## the tests with the newest transformers there is
 	$(NEWEST)/bin/python -m pip install -q -U -c $(NEWEST)/constraints.txt 'transformers<6'
 	$(call pytest,$(NEWEST)/bin/python,not slow and )
+
+support: .venv/ready ## writes docs/support.md: what each model family of transformers does
+	SUPPORT=write OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(PYTEST_WORKERS) -m "" tests/test_families.py -k the_page_says
 
 check: .venv/ready ## lint, format and types
 	$(BIN)/ruff check

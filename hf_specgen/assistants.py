@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from hf_specgen.draft import Drafter
 from hf_specgen.drafters.draft_model import DraftModel
 from hf_specgen.drafters.prompt_lookup import PromptLookup
+from hf_specgen.target import input_device
 
 ACCEPTED = (
     "a drafter such as hf_specgen.PromptLookup() or hf_specgen.Plain(), a causal LM that drafts, "
@@ -86,7 +87,7 @@ def _draft_model(config: dict[str, Any], target: PreTrainedModel) -> Drafter:
         known, path = _loaded.setdefault(target, {}), str(model)
         if path not in known:
             loaded: Any = AutoModelForCausalLM.from_pretrained(path, dtype=target.dtype)
-            known[path] = loaded.to(target.device).eval()
+            known[path] = loaded.to(input_device(target)).eval()
         model = known[path]
     return DraftModel(model)
 

@@ -130,14 +130,27 @@ def install(model: nn.Module) -> bool:
     Returns:
         Whether anything was set.
     """
+    configs = _takers(model)
+    for config in configs:
+        config._attn_implementation = {"": NAME}  # the dict form leaves the sub-configs alone
+    return bool(configs)
+
+
+def would_install(model: nn.Module) -> bool:
+    """Whether `install` would set anything; nothing is set."""
+    return bool(_takers(model))
+
+
+def is_installed(model: nn.Module) -> bool:
+    """Whether the function is set anywhere in a model."""
+    return any(config._attn_implementation == NAME for config, _ in _readers(model))
+
+
+def _takers(model: nn.Module) -> list[PreTrainedConfig]:
+    """The configs whose modules `install` serves."""
     if ALL_ATTENTION_FUNCTIONS["sdpa"] is not sdpa_attention_forward:
-        return False
-    found = False
-    for config, readers in _readers(model):
-        if config._attn_implementation == "sdpa" and _accepts(readers):
-            config._attn_implementation = {"": NAME}  # the dict form leaves the sub-configs alone
-            found = True
-    return found
+        return []
+    return [config for config, all_ in _readers(model) if config._attn_implementation == "sdpa" and _accepts(all_)]
 
 
 def uninstall(model: nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""The only file that knows transformers' caches.
+"""The only file, beside `recurrent`, that knows transformers' caches.
 
 Both caches here answer the same five questions for `target.Target`: what object the model is given, how long each row
 is, which mask a pass needs, what to keep of a pass, and what to hand back to the user.
@@ -10,23 +10,35 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
-from torch import Tensor
-from transformers import Cache, DynamicCache, PreTrainedConfig
+from torch import Tensor, nn
+from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import (
     CacheLayerMixin,
     DummyLayer,
+    DynamicIndexedLayer,
     DynamicLayer,
     DynamicSlidingWindowLayer,
+    EncoderDecoderCache,
+    Fp8QuantizedLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionCacheLayerMixin,
+    LinearAttentionLayer,
+    QuantizedCache,
+    StaticCache,
+    StaticLayer,
     get_layer_types_and_kwargs,
 )
+
+from hf_specgen.recurrent import Kept, RecurrentLayer, Snapshot, mixers
 
 if TYPE_CHECKING:
     from hf_specgen.draft import Draft
 
-Mask = Tensor | dict[str, Tensor] | None
+# One for all layers, or one a kind of layer: None for the kinds that need none.
+Mask = Tensor | dict[str, Tensor | None] | None
 SMALLEST_CAPACITY = 64
 
 
@@ -48,8 +60,13 @@ class RowCache(Protocol):
         """What the model's forward is given."""
         ...
 
-    def begin(self, width: int) -> None:
-        """Makes room for a pass over `width` tokens a row (the root and its nodes)."""
+    def begin(self, width: int, some_idle: bool = False) -> None:
+        """Makes room for a pass over `width` tokens a row (the root and its nodes).
+
+        Args:
+            width: tokens.
+            some_idle: some rows will keep nothing of it.
+        """
         ...
 
     def mask(self, draft: Draft, dtype: torch.dtype) -> Mask:
@@ -58,6 +75,14 @@ class RowCache(Protocol):
 
     def commit(self, paths: Sequence[Sequence[int] | None]) -> None:
         """Keeps of the last pass the root and the nodes of `paths`, for each row; None keeps nothing of that row."""
+        ...
+
+    def mark(self) -> None:
+        """Remembers what is committed now, for `rewind`."""
+        ...
+
+    def rewind(self, lengths: Sequence[int]) -> None:
+        """Takes back what the rows hold beyond `lengths`; where something is recurrent, these are those of the mark."""
         ...
 
     def release(self) -> Cache:
@@ -117,50 +142,82 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         return -1
 
 
+class HybridLayer(RecurrentLayer, SlotLayer):  # type: ignore[no-untyped-call]
+    """Attention and a recurrent mixer side by side in one layer; see its two parents."""
+
+    is_compileable = False
+
+    def __init__(self, slots: SlotCache, stock: Any, mixer: nn.Module) -> None:
+        RecurrentLayer.__init__(self, stock, mixer)
+        SlotLayer.__init__(self, slots, window=None)
+
+
 class SlotCache(Cache):
     """Preallocated keys and values with a length per row: rolling back is setting a number.
 
     Node i of a pass is written to slot `lengths[b] + i` of row b, whatever its depth; a mask lets it see the committed
-    slots and its ancestors. Committing a chain moves nothing, committing a branch gathers its path.
+    slots and its ancestors. Committing a chain moves nothing, committing a branch gathers its path. Recurrent layers
+    stand beside the buffers and take chains only; see `recurrent`.
 
     Args:
         prefilled: the cache of the prompt's pass; it is emptied, and filled again by `release`.
-        config: the text model's config, for the kinds of its layers.
+        model: whose pass it was; its text config tells the kinds of its layers.
         padding: places without a token at the start of each row.
+        columns: of the prompt, padding and what a continued cache holds included.
     """
 
     ragged = True
-    trees = True
 
-    def __init__(self, prefilled: DynamicCache, config: PreTrainedConfig, padding: Sequence[int]) -> None:
+    def __init__(self, prefilled: DynamicCache, model: PreTrainedModel, padding: Sequence[int], columns: int) -> None:
+        config = model.config.get_text_config(decoder=True)
         kinds, sizes = get_layer_types_and_kwargs(config)
         self.prefilled = prefilled
         self.padding = list(padding)
-        self.dict_masks = getattr(config, "layer_types", None) is not None
         self.windows: dict[str, int | None] = {}
         layers: list[Any] = []
-        for kind, size, layer in zip(kinds, sizes, prefilled.layers, strict=True):
-            if isinstance(layer, DummyLayer):
+        known = mixers(model) if has_recurrent(prefilled) else {}
+        # Layers that hold a picture and not the text (Mllama): the prompt's pass has filled them for good.
+        picture = frozenset(getattr(config, "cross_attention_layers", None) or ())
+        # Weak, since a cycle would keep a call's buffers until the garbage collector comes by.
+        slots: SlotCache = weakref.proxy(self)
+        for index, (kind, size, layer) in enumerate(zip(kinds, sizes, prefilled.layers, strict=True)):
+            if isinstance(layer, DummyLayer) or index in picture:
                 layers.append(layer)
-                continue
-            window = size.get("sliding_window")
-            self.windows[kind] = window
-            # Weak, since a cycle would keep a call's buffers until the garbage collector comes by.
-            layers.append(SlotLayer(weakref.proxy(self), window))
+            elif type(layer) is LinearAttentionLayer:
+                layers.append(RecurrentLayer(layer, known[index]))
+            else:
+                self.windows[kind] = window = size.get("sliding_window")
+                both = isinstance(layer, LinearAttentionLayer)
+                layers.append(HybridLayer(slots, layer, known[index]) if both else SlotLayer(slots, window))
         super().__init__(layers=layers)
+        self._recurrent: list[tuple[RecurrentLayer, Any]] = [
+            (mine, theirs)
+            for mine, theirs in zip(layers, prefilled.layers, strict=True)
+            if isinstance(mine, RecurrentLayer)
+        ]
+        self.trees = not self._recurrent
+        # One mask for all kinds of attention is spread over them by models with recurrent layers themselves.
+        self.dict_masks = getattr(config, "layer_types", None) is not None and (self.trees or len(self.windows) > 1)
+        self._maskless = set(kinds).difference(self.windows) if self._recurrent else set()
+        self._width = 1
+        self._marks: list[Snapshot] = []
         self._filled: list[tuple[SlotLayer, Any]] = [
             (mine, theirs)
             for mine, theirs in zip(layers, prefilled.layers, strict=True)
             if isinstance(mine, SlotLayer) and isinstance(theirs, DynamicLayer) and theirs.is_initialized
         ]
         self._index: Tensor | None = None
-        columns = prefilled.get_seq_length()
         # The last prompt token is the first root: it is in the buffers already and counts from the first commit on.
         self.lengths = [columns - pad - 1 for pad in self.padding]
         self.capacity = max(SMALLEST_CAPACITY, 2 * columns)
         for slot_layer, layer in self._filled:
             # A sliding layer kept only the columns that later tokens can still see.
             first = columns - layer.keys.shape[-2]
+            if first < 0:
+                raise ValueError(
+                    f"the prompt's pass left {layer.keys.shape[-2]} tokens in the cache for a prompt of {columns}: "
+                    "the model keeps something without ids there, which assistant= does not take"
+                )
             slot_layer.hold(self._rolled(layer.keys, first), self._rolled(layer.values, first))
             layer.keys = layer.values = None
 
@@ -180,8 +237,11 @@ class SlotCache(Cache):
             buffer[row, :, start : start + columns - skip] = states[row, :, skip:]
         return buffer
 
-    def begin(self, width: int) -> None:
+    def begin(self, width: int, some_idle: bool = False) -> None:
         """See `RowCache`. Buffers double when they are full."""
+        self._width = width
+        for recurrent, _ in self._recurrent:
+            recurrent.begin(width, in_place=width == 1 and not some_idle)
         needed = max(self.lengths) + width
         if needed > self.capacity:
             self.capacity = max(needed, 2 * self.capacity)
@@ -200,7 +260,10 @@ class SlotCache(Cache):
         return grown
 
     def _device(self) -> torch.device:
-        return self._filled[0][0].keys.device
+        if self._filled:
+            return self._filled[0][0].keys.device
+        state: Any = self._recurrent[0][0].conv_states[0]
+        return cast(torch.device, state.device)
 
     def _level(self) -> bool:
         return min(self.lengths) == max(self.lengths)
@@ -224,7 +287,7 @@ class SlotCache(Cache):
         None for one token a row at equal lengths: every slot is visible then, and kernels are fastest without a mask.
         """
         width = draft.nodes + 1
-        if width == 1 and self._level():
+        if (width == 1 and self._level()) or not self.windows:
             return None
         hidden = self._hidden(draft)
         # Eager attention softmaxes in float32 whatever the model's format: float64's own minimum would be -inf there.
@@ -240,7 +303,7 @@ class SlotCache(Cache):
             else:
                 mask[..., last - hidden.shape[-1] :].masked_fill_(hidden.unsqueeze(1), blocking)
             masks[kind] = mask
-        return masks if self.dict_masks else next(iter(masks.values()))
+        return {**dict.fromkeys(self._maskless), **masks} if self.dict_masks else next(iter(masks.values()))
 
     def _hidden(self, draft: Draft) -> Tensor:
         """`(batch, width, slots)` bool over the last slots in use: neither committed, nor an ancestor, nor itself.
@@ -272,6 +335,7 @@ class SlotCache(Cache):
 
     def commit(self, paths: Sequence[Sequence[int] | None]) -> None:
         """See `RowCache`. Moves nothing for a path that lies in order behind the root."""
+        self._commit_recurrent(paths)
         for row, path in enumerate(paths):
             if path is None:
                 continue
@@ -284,6 +348,23 @@ class SlotCache(Cache):
                         rows[:, start : start + len(path)] = rows.index_select(1, source.to(buffer.device))
             self.lengths[row] = start + len(path)
 
+    def _commit_recurrent(self, paths: Sequence[Sequence[int] | None]) -> None:
+        if not self._recurrent:
+            return
+        kept = Kept.of([0 if path is None else 1 + len(path) for path in paths], self._width, self._device())
+        for layer, _ in self._recurrent:
+            layer.commit(kept)
+
+    def mark(self) -> None:
+        """See `RowCache`. Without recurrent layers there is nothing to remember."""
+        self._marks = [layer.snapshot() for layer, _ in self._recurrent]
+
+    def rewind(self, lengths: Sequence[int]) -> None:
+        """See `RowCache`."""
+        self.lengths[:] = lengths
+        for (layer, _), snapshot in zip(self._recurrent, self._marks, strict=True):
+            layer.restore(snapshot)
+
     def to_dynamic(self) -> DynamicCache:
         """A stock cache: each row behind its padding again, columns as in the sequences that `generate` returns."""
         columns = max(pad + length for pad, length in zip(self.padding, self.lengths, strict=True))
@@ -293,6 +374,8 @@ class SlotCache(Cache):
             layer.values = self._unrolled(slot_layer.values, first, columns)
             if slot_layer.window is not None:
                 layer.cumulative_length = columns
+        for recurrent, layer in self._recurrent:
+            recurrent.give_back(layer)
         return self.prefilled
 
     def _unrolled(self, buffer: Tensor, first: int, columns: int) -> Tensor:
@@ -310,7 +393,11 @@ class SlotCache(Cache):
         return self.to_dynamic()
 
     def close(self) -> None:
-        """See `RowCache`: nothing here is the caller's."""
+        """See `RowCache`. A cache with recurrent layers may be the caller's, who finds it as the last round left it."""
+        for recurrent, _ in self._recurrent:
+            recurrent.close()
+        if is_users(self.prefilled):
+            self.to_dynamic()
 
 
 class CropCache:
@@ -329,20 +416,22 @@ class CropCache:
 
     def __init__(self, cache: Cache, attention_mask: Tensor | None, batch: int) -> None:
         self.cache = cache
+        # Cropped by itself: stock's EncoderDecoderCache refuses to crop static layers, which can be cropped.
+        self._growing = _growing(cache)
         self.attention_mask = attention_mask
         # Counted here from now on: a static cache keeps its own count on the device.
         self.lengths = [int(cache.get_seq_length()) - 1] * batch
         self.width = 1
         self.recording = self.undecided = False
         # Layers that keep what they may have to restore only while this call lasts.
-        self._borrowed = [layer for layer in getattr(cache, "layers", ()) if vars(layer).get("record_past") is False]
+        self._borrowed = [layer for layer in _layers(cache) if vars(layer).get("record_past") is False]
 
     @property
     def model_cache(self) -> Cache:
         """The cache as it was given."""
         return self.cache
 
-    def begin(self, width: int) -> None:
+    def begin(self, width: int, some_idle: bool = False) -> None:
         """See `RowCache`. After the prompt's pass sliding layers keep what they may have to restore."""
         if not self.recording:
             self.cache.activate_past_recording()  # type: ignore[no-untyped-call]
@@ -362,7 +451,7 @@ class CropCache:
         keep = max(1 + len(path) for path in paths if path is not None)
         if self.recording:
             # crop(0) is no waste: it lets sliding layers fall back to their window.
-            self.cache.crop(keep - self.width)
+            _crop(self._growing, keep - self.width)
         self.lengths = [length + keep for length in self.lengths]
         self.undecided = False
         held = self.cache.get_seq_length()
@@ -373,6 +462,14 @@ class CropCache:
                 "rejected tokens cannot be removed from it"
             )
 
+    def rewind(self, lengths: Sequence[int]) -> None:
+        """See `RowCache`. Rows keep the same number of tokens, and sliding layers cannot do this."""
+        _crop(self._growing, lengths[0] - self.lengths[0])
+        self.lengths = list(lengths)
+
+    def mark(self) -> None:
+        """See `RowCache`. Nothing that can be cropped needs it."""
+
     def release(self) -> Cache:
         """See `RowCache`."""
         return self.cache
@@ -380,7 +477,7 @@ class CropCache:
     def close(self) -> None:
         """See `RowCache`. After an error between a pass and its commit, what the pass wrote goes too."""
         if self.undecided and int(self.cache.get_seq_length()) == self.lengths[0] + self.width:
-            self.cache.crop(-self.width)
+            _crop(self._growing, -self.width)
             self.undecided = False
         if self.recording:
             for layer in self._borrowed:
@@ -393,23 +490,108 @@ def is_users(cache: Cache | None) -> bool:
     return getattr(cache, "_is_user_defined", False)
 
 
+def has_recurrent(cache: Cache | None) -> bool:
+    """Whether some layers of a cache keep a recurrent state."""
+    return any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in getattr(cache, "layers", ()))
+
+
+def has_indexer(cache: Cache | None) -> bool:
+    """Whether some layers of a growing cache keep the keys of an indexer; one of a fixed size shows it all columns."""
+    return any(isinstance(layer, DynamicIndexedLayer) for layer in getattr(cache, "layers", ()))
+
+
+def has_attention(cache: Cache) -> bool:
+    """Whether some layers of a cache keep keys and values."""
+    return any(isinstance(layer, CacheLayerMixin) for layer in getattr(cache, "layers", ()))
+
+
 def why_not_slots(cache: Cache) -> str | None:
-    """Why an empty cache that transformers prepared cannot become a `SlotCache`, in words; None if it can."""
+    """Why a cache that transformers prepared cannot become a `SlotCache`, in words; None if it can."""
     if type(cache) is not DynamicCache or not cache.layers:
         return f"{type(cache).__name__} is kept as it is"
     if cache.offloading:
         return "its keys and values are offloaded"
-    known = (DynamicLayer, DynamicSlidingWindowLayer, DummyLayer)
+    known = (
+        DynamicLayer,
+        DynamicSlidingWindowLayer,
+        DummyLayer,
+        LinearAttentionLayer,
+        LinearAttentionAndFullAttentionLayer,
+    )
     strange = sorted({type(layer).__name__ for layer in cache.layers if type(layer) not in known})
     return f"it has layers of its own kind: {', '.join(strange)}" if strange else None
 
 
 def why_not_croppable(cache: Cache) -> str | None:
     """The layers that no rejected token can be removed from, in words; None if there are none."""
-    stuck = sorted({type(layer).__name__ for layer in getattr(cache, "layers", ()) if not layer.is_croppable})
+    croppable = [layer for layer in _layers(cache) if layer.is_croppable or isinstance(layer, Fp8QuantizedLayer)]
+    stuck = sorted({type(layer).__name__ for layer in _layers(cache) if layer not in croppable})
     return f"{type(cache).__name__} with {', '.join(stuck)}" if stuck else None
 
 
-def new_cache(config: PreTrainedConfig) -> Cache:
-    """The cache that transformers would prepare for a model of this (text) config."""
-    return DynamicCache(config=config)
+def croppable_instead(cache: Cache) -> str:
+    """What to use in the place of a cache that cannot be cropped, as the end of a sentence; empty if there is none."""
+    if isinstance(_growing(cache), QuantizedCache):
+        return "; it can from one with cache_config={'backend': 'fp8'}, which never quantizes anew what it holds"
+    return "; leave cache_implementation= out or pass a DynamicCache" if is_static(cache) else ""
+
+
+def offloads(cache: Cache | None) -> bool:
+    """Whether a cache keeps its layers on the CPU while they are not needed."""
+    return cache is not None and bool(getattr(_growing(cache), "offloading", False))
+
+
+def is_static(cache: Cache | None) -> bool:
+    """Whether a cache has a size that is set once."""
+    return cache is not None and isinstance(_growing(cache), StaticCache)
+
+
+def room(cache: Cache) -> int | None:
+    """The most tokens a row that a cache can take, those it holds included; None if it grows."""
+    return min((layer.max_cache_len for layer in _layers(cache) if isinstance(layer, StaticLayer)), default=None)
+
+
+def filled(cache: Cache) -> tuple[int, int]:
+    """The rows that a cache is made for, 0 as long as it takes any number, and the tokens a row that it holds."""
+    rows = [0]
+    for layer in _layers(cache):
+        if isinstance(layer, Fp8QuantizedLayer):
+            states = [None if layer._quantized_keys is None else layer._quantized_keys[0]]
+        elif isinstance(layer, LinearAttentionCacheLayerMixin):
+            states = list(layer.conv_states.values())
+        else:
+            states = [layer.keys]
+        rows += [state.shape[0] for state in states if isinstance(state, Tensor) and state.ndim > 1]
+    return max(rows), int(cache.get_seq_length()) if has_attention(_growing(cache)) else 0
+
+
+def new_cache(config: PreTrainedConfig, offloading: bool = False) -> Cache:
+    """The cache that transformers would prepare for a model of this config."""
+    decoder = config.get_text_config(decoder=True)
+    cache = DynamicCache(config=decoder, offloading=offloading)
+    return EncoderDecoderCache(cache, DynamicCache(config=decoder)) if config.is_encoder_decoder else cache
+
+
+def _crop(cache: Cache, tokens: int) -> None:
+    """Takes the last `-tokens` tokens of every row away, also where stock's cache cannot."""
+    if not isinstance(cache, QuantizedCache):
+        cache.crop(tokens)
+    elif tokens:
+        # Its scales are those of the prompt for good, so that a token is stored alike in whatever pass it came.
+        layers: Any = cache.layers
+        for layer in layers:
+            keys, key_scale = layer._quantized_keys
+            values, value_scale = layer._quantized_values
+            layer._quantized_keys = keys[..., :tokens, :], key_scale
+            layer._quantized_values = values[..., :tokens, :], value_scale
+            layer.cumulative_length += tokens
+
+
+def _layers(cache: Cache) -> Sequence[Any]:
+    """The layers that grow with the text; those of a cross-attention hold what the encoder said."""
+    return getattr(_growing(cache), "layers", ())
+
+
+def _growing(cache: Cache) -> Cache:
+    """The part of a cache that grows with the text."""
+    return cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache

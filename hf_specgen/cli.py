@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 import torch
+import transformers
 import typer
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 import hf_specgen as sg
 
@@ -105,6 +106,45 @@ def generate(
         typer.secho(piece, fg=DRAFTED if drafted else None, nl=False)
     typer.echo()
     typer.echo(summary(stats), err=True)
+
+
+@app.command()
+def check(
+    model: Annotated[str, typer.Argument(help="Path or hub id of the target.")],
+    assistant: Annotated[str | None, typer.Option(help='"ngram", "plain", a model, or a config in JSON.')] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Rows.")] = 1,
+    probe: Annotated[bool, typer.Option("--probe", help="Compare passes over several cached tokens with one.")] = False,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", help="name=value for generate, e.g. --set max_new_tokens=500")
+    ] = None,
+) -> None:
+    """Says what a call will use, and what is refused, before it runs. Exits with 1 if it is refused."""
+    config = AutoConfig.from_pretrained(model)
+    kind = getattr(transformers, (config.architectures or [""])[0], AutoModelForCausalLM)
+    target: Any = kind.from_pretrained(model, dtype="auto")
+    drafts = None if assistant is None else parse_assistant(assistant)
+    report = sg.check(
+        target.to("cuda" if torch.cuda.is_available() else "cpu").eval(),
+        drafts,
+        probe=probe,
+        batch=batch,
+        tokenizer=_tokenizer(model),
+        assistant_tokenizer=_tokenizer(drafts.get("model")) if isinstance(drafts, dict) else None,
+        **dict(map(_setting, settings or [])),
+    )
+    typer.echo(str(report))
+    raise typer.Exit(0 if report.ok else 1)
+
+
+def _tokenizer(model: Any) -> PreTrainedTokenizerBase | None:
+    """The tokenizer that is kept with a model's weights, if there is one."""
+    if not isinstance(model, str):
+        return None
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(model)
+    except (OSError, ValueError):
+        return None
+    return tokenizer
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, prompt: str, raw: bool = False) -> Any:

@@ -6,7 +6,7 @@ A drafter can be written against this file alone.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
 
@@ -18,6 +18,7 @@ from hf_specgen.trees import Tree
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from hf_specgen.encoder import Source
     from hf_specgen.sampling import Noise, Processors
 
 
@@ -79,6 +80,10 @@ class Draft:
     def tree(self) -> Tree:
         """Its shape, root included."""
         return Tree.of_chain(self.parents) if self.is_chain else Tree.of(self.parents)
+
+    def up_to(self, depth: int) -> Draft:
+        """The same draft without the nodes that lie deeper."""
+        return replace(self, parents=self.parents.where(self.tree.depth[:, 1:] <= depth, -1))
 
     def to(self, device: torch.device) -> Draft:
         """The same draft on `device`."""
@@ -168,6 +173,7 @@ class Request:
         eos: ids that end a row.
         tokenizer: the target's, where the caller gave it.
         assistant_tokenizer: the drafter's, where the caller gave it.
+        source: what the target's encoder reads; None where it has none.
     """
 
     batch: int
@@ -178,6 +184,7 @@ class Request:
     eos: frozenset[int] = frozenset()
     tokenizer: PreTrainedTokenizerBase | None = None
     assistant_tokenizer: PreTrainedTokenizerBase | None = None
+    source: Source | None = None
 
 
 class DraftSession(Protocol):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar, cast
 
 import torch
@@ -24,10 +24,12 @@ from transformers.generation.streamers import BaseStreamer
 from hf_specgen import attention
 from hf_specgen.assistants import ACCEPTED, resolve
 from hf_specgen.draft import Draft, Request
+from hf_specgen.encoder import Source
 from hf_specgen.length import Fixed
 from hf_specgen.loop import Call, decode
-from hf_specgen.outputs import Recorder, SpeculativeOutput
-from hf_specgen.refusals import refuse, refuse_encoder_decoder
+from hf_specgen.outputs import Recorder, SpeculativeEncoderDecoderOutput, SpeculativeOutput
+from hf_specgen.ranks import Ranks
+from hf_specgen.refusals import refuse, refuse_config, refuse_model
 from hf_specgen.rows import Ends, Rows
 from hf_specgen.sampling import Noise, Processors, fresh_seed
 from hf_specgen.stats import Stats, Step
@@ -54,6 +56,7 @@ class Options:
         assistant_tokenizer: the drafter's, to compare vocabularies.
         stop_strings: as for stock `generate`.
         prompt_streamed: whether stock `generate` has given the prompt to the streamer already.
+        synced_gpus: as for stock `generate`: keep making passes until every rank has finished.
     """
 
     assistant: Any = None
@@ -66,6 +69,7 @@ class Options:
     assistant_tokenizer: PreTrainedTokenizerBase | None = None
     stop_strings: str | list[str] | None = None
     prompt_streamed: bool = False
+    synced_gpus: bool | None = None
 
     def check(self, batch: int) -> None:
         """Raises ValueError for what no call of `batch` rows can use."""
@@ -85,6 +89,41 @@ OWN_OPTIONS = ("acceptance", "seed", "stats")
 
 
 @dataclass(frozen=True)
+class Reasons:
+    """Why a call has less than everything, in words; None where it has.
+
+    Attributes:
+        cropped: why it runs on a `CropCache`.
+        chains: why drafts may not branch.
+        lockstep: why rows, where there are several, advance together.
+    """
+
+    cropped: str | None
+    chains: str | None
+    lockstep: str | None
+
+    @classmethod
+    def of(cls, target: Target, rules: Rules, options: Options) -> Reasons:
+        """The reasons of a call."""
+        cropped = target.cropped is not None
+        chains = lockstep = None
+        if not target.trees:
+            chains = "a CropCache takes no branches" if cropped else "a recurrent state follows one path"
+        if not target.ragged:
+            lockstep = "a CropCache cuts all rows alike"
+        if rules.verifier.chain_only:
+            chains = f"acceptance={rules.verifier.name!r} takes no branches"
+        length = min(criterion.max_length for criterion in rules.criteria if isinstance(criterion, MaxLengthCriteria))
+        if target.switch is not None and length > target.switch.position:
+            lockstep = f"{target.switch.kind} turns all rows by the position of the longest"
+        if rules.must_lockstep():
+            lockstep = "a logits processor or a stopping criterion looks at the whole batch"
+        elif options.streamer is not None:
+            lockstep = "the streamer takes a token of every row at a time"
+        return cls(target.cropped, chains, lockstep)
+
+
+@dataclass(frozen=True)
 class Prepared:
     """A call with everything that outlives its loop."""
 
@@ -92,6 +131,7 @@ class Prepared:
     recorder: Recorder
     config: GenerationConfig
     options: Options
+    reasons: Reasons
 
 
 class Door:
@@ -106,7 +146,7 @@ class Door:
 
     def __init__(self, finish: Callable[[Prepared], Any]) -> None:
         self.finish = finish
-        stock = ("model", "input_ids", "logits_processor", "stopping_criteria", "generation_config")
+        stock = ("model", "input_ids", "logits_processor", "stopping_criteria", "generation_config", "inputs_tensor")
         keyword = inspect.Parameter.KEYWORD_ONLY
         self.__signature__ = inspect.Signature(
             [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in stock]
@@ -118,7 +158,11 @@ class Door:
         """Called by `generate`; raises ValueError for what is not supported before any forward pass."""
         options = Options(**{field.name: kwargs.pop(field.name) for field in fields(Options) if field.name in kwargs})
         processors, criteria = kwargs.pop("logits_processor"), kwargs.pop("stopping_criteria")
-        prompt = Prompt(input_ids, kwargs.pop("generation_config"), kwargs)
+        config, inputs = kwargs.pop("generation_config"), kwargs.pop("inputs_tensor", None)
+        prompt = Prompt(input_ids, config, kwargs)
+        if model.config.is_encoder_decoder:
+            source = Source.of(inputs, input_ids.shape[0], kwargs)
+            prompt = replace(prompt, prefix="decoder_", source=source)
         return self.finish(prepare(model, prompt, processors, criteria, options))
 
 
@@ -140,20 +184,25 @@ def prepare(
     target = Target(model, prompt, hidden_states=bool(config.return_dict_in_generate and config.output_hidden_states))
     seed = fresh_seed() if config.do_sample and options.seed is None else options.seed
     noise = Noise.of(seed, batch, prompt.input_ids.device) if config.do_sample and seed is not None else None
+    ranks = Ranks.of(model, prompt.input_ids.device, options.synced_gpus)
+    if ranks.gathering and config.prefill_chunk_size is not None:
+        raise ValueError("prefill_chunk_size= is not supported where ranks wait for one another: drop it")
     rules = Rules(
         Processors(processors),
         criteria,
         by_name("matching" if options.acceptance is None else options.acceptance),
         noise,
+        ranks=ranks,
     )
     if rules.verifier.all_nodes and not rules.processors.pure:
         raise ValueError(
             f"acceptance={rules.verifier.name!r} needs the scores of every node at once, but some of "
             f"{[type(processor).__name__ for processor in processors]} depend on what was decided; use 'matching'"
         )
-    together = batch > 1 and (rules.must_lockstep() or not target.ragged or options.streamer is not None)
+    reasons = Reasons.of(target, rules, options)
+    together = batch > 1 and reasons.lockstep is not None
     rules = rules.in_lockstep(together)
-    chain = rules.verifier.chain_only or not target.trees
+    chain = reasons.chains is not None
     session = assistant.drafter.start(
         model,
         Request(
@@ -165,11 +214,12 @@ def prepare(
             eos=rules.eos,
             tokenizer=options.tokenizer,
             assistant_tokenizer=options.assistant_tokenizer,
+            source=prompt.source,
         ),
     )
     pad = getattr(config, "_pad_token_tensor", None)
     ends = Ends(max_length, 0 if pad is None else int(pad), together=together and not rules.eos)
-    recorder = Recorder(config, batch)
+    recorder = Recorder(config, batch, prompt.source)
     tokens = assistant.tokens if options.num_assistant_tokens is None else options.num_assistant_tokens
     call = Call(
         target=target,
@@ -181,8 +231,9 @@ def prepare(
         coupled=rules.verifier.coupled,
         chain=chain,
         stats=Stats() if options.stats is None else options.stats,
+        ranks=ranks,
     )
-    return Prepared(call, recorder, config, options)
+    return Prepared(call, recorder, config, options, reasons)
 
 
 def _with_stop_strings(criteria: StoppingCriteriaList, options: Options) -> StoppingCriteriaList:
@@ -196,7 +247,7 @@ def _with_stop_strings(criteria: StoppingCriteriaList, options: Options) -> Stop
     return StoppingCriteriaList([*criteria, StopStringCriteria(options.tokenizer, options.stop_strings)])
 
 
-def _finish(prepared: Prepared) -> Tensor | SpeculativeOutput:
+def _finish(prepared: Prepared) -> Tensor | SpeculativeOutput | SpeculativeEncoderDecoderOutput:
     """Runs a call to its end: what `generate` returns."""
     call = prepared.call
     streamer: Any = prepared.options.streamer
@@ -219,10 +270,15 @@ def _finish(prepared: Prepared) -> Tensor | SpeculativeOutput:
 def _whole_cache(call: Call) -> Any:
     """The cache to go on with. Stock's holds the last token of rows that ended early, so theirs is fed at last."""
     rows, target = call.rows, call.target
-    behind = [new < max(rows.generated) for new in rows.generated]
-    if any(behind) and target.ragged:
-        target.verify(rows.roots(), Draft.empty(rows.batch, target.device), [not short for short in behind])
-        target.cache.commit([() if short else None for short in behind])
+    behind = sorted({new for new in rows.generated if new < max(rows.generated)}) if target.ragged else []
+    apart = target.follows_length
+    for ends in [[new] for new in behind] if apart else [behind] if behind else []:
+        idle = [new not in ends for new in rows.generated]
+        call.ranks.anyone(True)
+        target.verify(rows.roots(), Draft.empty(rows.batch, target.device), idle, ends[0] if apart else None)
+        target.cache.commit([None if ended else () for ended in idle])
+    while call.ranks.anyone(False):
+        target.idle()
     return target.cache.release()
 
 
@@ -241,6 +297,37 @@ transformers hands a callable neither streamer nor tokenizer; bind those:
 """
 
 _stream = Door(_steps)
+_rehearsal = Door(lambda prepared: prepared)
+
+
+def rehearse(model: torch.nn.Module, **kwargs: Any) -> Prepared:
+    """A call as an enabled model's `generate` prepares it, up to its first pass and without it.
+
+    Args:
+        model: enabled or not.
+        **kwargs: whatever `model.generate(..., assistant=...)` takes.
+
+    Raises:
+        ValueError: what `generate` raises.
+    """
+    inner = generative(model)
+    SpecGenMixin._refuse_arguments(cast(SpecGenMixin, inner), kwargs)
+    kwargs.pop("custom_generate", None)
+    names = ("tokenizer", "assistant_tokenizer", "streamer", "synced_gpus")
+    bound = {name: kwargs.pop(name) for name in names if name in kwargs}
+    # A class's own `generate` may compute (Whisper's does) before it comes to the common one.
+    plain: Any = getattr(type(model), "_plain_class", type(model))
+    own = isinstance(model, PreTrainedModel) and plain.generate is not GenerationMixin.generate
+    generate: Any = functools.partial(GenerationMixin.generate, inner) if own else model.generate
+    # The one thing that stock's preparation notes on a model: how long static caches have been.
+    noted, name = vars(inner), "_previous_max_cache_length"
+    before = {name: noted[name]} if name in noted else {}
+    try:
+        prepared: Prepared = generate(custom_generate=functools.partial(_rehearsal, **bound), **kwargs)
+    finally:
+        noted.pop(name, None)
+        noted.update(before)
+    return prepared
 
 
 def stream(model: torch.nn.Module, inputs: Tensor | None = None, **kwargs: Any) -> Iterator[Step]:
@@ -256,7 +343,9 @@ def stream(model: torch.nn.Module, inputs: Tensor | None = None, **kwargs: Any) 
     """
     if kwargs.pop("streamer", None) is not None:
         raise ValueError("stream() yields the tokens itself; it takes no streamer=")
-    bound = {name: kwargs.pop(name) for name in ("tokenizer", "assistant_tokenizer") if name in kwargs}
+    if kwargs.get("adapter_names") is not None:
+        raise ValueError("PEFT forgets adapter_names= when generate() returns, and stream() decodes after that")
+    bound = {name: kwargs.pop(name) for name in ("tokenizer", "assistant_tokenizer", "synced_gpus") if name in kwargs}
     generate: Any = model.generate
     steps: Iterator[Step] = generate(inputs, custom_generate=functools.partial(_stream, **bound), **kwargs)
     return steps
@@ -301,9 +390,22 @@ class SpecGenMixin(GenerationMixin):
                 raise ValueError(f"{name}= asks for stock assisted generation; pass it or assistant=, not both")
         if kwargs.get("custom_generate") is not None and not _is_door(kwargs["custom_generate"]):
             raise ValueError("custom_generate= replaces the decoding loop, and so does assistant=; pass one of them")
+        if kwargs.get("return_token_timestamps"):
+            raise ValueError("return_token_timestamps= reads the attentions of every token, which assistant= has not")
         if kwargs.get("cache_implementation") == "paged":
             raise ValueError("cache_implementation='paged' is continuous batching, which assistant= does not take")
-        refuse_encoder_decoder(self)
+
+    def _validate_generation_mode(
+        self, generation_mode: Any, generation_config: GenerationConfig, generation_mode_kwargs: dict[str, Any]
+    ) -> None:
+        """As stock; and where stock runs an encoder before it calls our callable, says already here what cannot be."""
+        stock: Any = super()
+        stock._validate_generation_mode(generation_mode, generation_config, generation_mode_kwargs)
+        if generation_mode_kwargs.get("assistant") is None:
+            return
+        if self.config.is_encoder_decoder or stock._supports_mm_encoder_outputs():
+            refuse_config(generation_config)
+            refuse_model(self, max_length=0)
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
         """As stock, which knows attention functions by stock's names only."""
@@ -320,8 +422,8 @@ class SpecGenMixin(GenerationMixin):
     def _extract_generation_mode_kwargs(
         self, custom_generate: Any, kwargs: dict[str, Any], synced_gpus: Any, assistant_model: Any, streamer: Any
     ) -> dict[str, Any]:
-        """Keeps for our own callable what stock takes away from every callable: streamer and tokenizers."""
-        kept = {name: kwargs.get(name) for name in ("tokenizer", "assistant_tokenizer")}
+        """Keeps for our own callable what stock takes away from every callable: streamer, tokenizers, synced_gpus."""
+        kept = {name: kwargs.get(name) for name in ("tokenizer", "assistant_tokenizer")} | {"synced_gpus": synced_gpus}
         mode: dict[str, Any] = super()._extract_generation_mode_kwargs(
             custom_generate, kwargs, synced_gpus, assistant_model, streamer
         )

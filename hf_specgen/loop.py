@@ -17,6 +17,7 @@ import torch
 
 from hf_specgen.draft import Context, Draft, DraftSession, Limit, Verified
 from hf_specgen.length import Controller, within
+from hf_specgen.ranks import Ranks
 from hf_specgen.rows import Rows
 from hf_specgen.sampling import Noise
 from hf_specgen.stats import Stats, Step
@@ -41,6 +42,7 @@ class Call:
         coupled: a drafter samples with that same noise.
         chain: drafts may not branch.
         stats: takes every step.
+        ranks: the processes to keep in step with.
     """
 
     target: Target
@@ -52,6 +54,7 @@ class Call:
     coupled: bool
     chain: bool
     stats: Stats
+    ranks: Ranks
 
 
 @torch.no_grad()
@@ -88,19 +91,27 @@ def _rounds(call: Call) -> Iterator[Step]:
         (call.stats.add_prefill if passed.is_prompt else call.stats.add)(step)
         call.controller.update(step)
         yield step
+        # Every rank asks once a round, and makes one pass if anyone goes on.
+        while call.ranks.anyone(not rows.all_finished) and rows.all_finished:
+            target.idle()
         if rows.all_finished:
             return
         started = time.perf_counter()
         proposed = _propose(call, Verified(proposed, decision.draft_tokens))
-        draft = proposed.to(target.device)
+        roots = rows.roots()
+        draft = target.fit(roots, proposed.to(target.device))
         drafted = time.perf_counter()
-        passed = target.verify(rows.roots(), draft, rows.finished)
+        if target.stale:
+            passed = target.rebuild(rows.sequences(), rows.finished)
+        else:
+            passed = target.verify(roots, draft, rows.finished)
 
 
 def _propose(call: Call, last: Verified) -> Draft:
     """Asks the session, and refuses an answer that breaks the limit."""
     rows = call.rows
-    depth = within(call.controller.depth(), rows.room())
+    wanted, reach = call.ranks.agree_on(call.controller.depth()), call.target.reach()
+    depth = within(wanted if reach is None else min(wanted, reach), rows.room())
     deepest = max(depth)
     if deepest == 0:
         return Draft.empty(rows.batch)
@@ -118,4 +129,6 @@ def _propose(call: Call, last: Verified) -> Draft:
             f"{type(call.session).__name__} proposed a {kind} of shape {shape}, but was asked for at most "
             f"{(rows.batch, limit.nodes)}{' in chains' if call.chain else ''}"
         )
-    return draft
+    if reach is not None and draft.nodes > reach:
+        draft = draft.up_to(reach)
+    return call.ranks.agree_on_draft(draft)

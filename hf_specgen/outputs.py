@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from transformers import GenerationConfig
-from transformers.generation.utils import GenerateDecoderOnlyOutput
+from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 
 from hf_specgen.stats import Stats
 
 if TYPE_CHECKING:
     from transformers import Cache
 
+    from hf_specgen.encoder import Source
     from hf_specgen.target import Pass
 
 
@@ -29,15 +30,29 @@ class SpeculativeOutput(GenerateDecoderOnlyOutput):
     speculation: Stats | None = None
 
 
+@dataclass
+class SpeculativeEncoderDecoderOutput(GenerateEncoderDecoderOutput):
+    """Stock's output for encoder-decoders with the statistics of the call.
+
+    Attributes:
+        speculation: what was drafted and accepted. An attribute, and no entry of the mapping. Whisper's `generate`
+            makes its output anew and leaves it at None; `stats=` counts there as well.
+    """
+
+    speculation: Stats | None = None
+
+
 class Recorder:
     """Collects what the user asked to have returned. Entries after a row's end are zero.
 
     Args:
         config: of the call.
         batch: rows.
+        source: for an encoder-decoder, what its encoder read.
     """
 
-    def __init__(self, config: GenerationConfig, batch: int) -> None:
+    def __init__(self, config: GenerationConfig, batch: int, source: Source | None = None) -> None:
+        self._source = source
         returned = bool(config.return_dict_in_generate)
         self.scores_wanted = returned and bool(config.output_scores)
         self.logits_wanted = returned and bool(config.output_logits)
@@ -67,7 +82,9 @@ class Recorder:
             else:
                 self._hidden[row].append(tuple(layer[row, node].clone() for layer in passed.hidden_states))
 
-    def output(self, sequences: Tensor, cache: Cache, stats: Stats) -> SpeculativeOutput:
+    def output(
+        self, sequences: Tensor, cache: Cache, stats: Stats
+    ) -> SpeculativeOutput | SpeculativeEncoderDecoderOutput:
         """The call's result as `return_dict_in_generate=True` gives it."""
         hidden: Any = None
         if self.hidden_wanted:
@@ -77,14 +94,14 @@ class Recorder:
             hidden = (self._prompt_hidden, *later)
         scores: Any = _columns(self._scores) if self.scores_wanted else None
         logits: Any = _columns(self._logits) if self.logits_wanted else None
-        return SpeculativeOutput(
-            sequences=cast(torch.LongTensor, sequences),
-            scores=scores,
-            logits=logits,
-            hidden_states=hidden,
-            cache=cache,
-            speculation=stats,
-        )
+        common: dict[str, Any] = {"sequences": sequences, "scores": scores, "logits": logits, "cache": cache}
+        if self._source is None:
+            return SpeculativeOutput(**common, hidden_states=hidden, speculation=stats)
+        encoder = self._source.outputs.get("hidden_states") if self.hidden_wanted else None
+        output = SpeculativeEncoderDecoderOutput(**common, encoder_hidden_states=encoder, decoder_hidden_states=hidden)
+        # Beside the mapping, whose entries Whisper's `generate` splits by rows.
+        object.__setattr__(output, "speculation", stats)
+        return output
 
 
 def _columns(rows: list[list[Tensor]]) -> tuple[Tensor, ...]:

@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
-from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.generation.configuration_utils import GenerationMode
 
-from hf_specgen.cache import why_not_croppable
-from hf_specgen.target import Prompt
+from hf_specgen.cache import croppable_instead, filled, is_static, offloads, room, why_not_croppable
+from hf_specgen.rope import asked_for, drops_cache, switches
+from hf_specgen.target import Prompt, why_cropped
 
-# Models that keep call state of their own, or shape masks in a way that a pass over several cached tokens breaks.
-OWN_STATE = frozenset({"deepseek_v4", "cpmant", "prophetnet", "openai-gpt", "xlm"})
-# Rotary frequencies that follow the longest position of a pass: early nodes of a block would be turned by late ones.
-MOVING_ROPE = frozenset({"dynamic", "longrope"})
+# Models whose passes over several cached tokens are not those over one, and why.
+OWN_STATE = {
+    "cpmant": "the tokens of a pass all see one another",
+    "deepseek_v4": "its cache compresses windows of tokens, and crop() does not undo that",
+    "dory": "its loops add layers to the cache",
+    "fsmt": "it masks nothing once it has a cache",
+    "git": "its pictures lie in the cache and have no place in ids and mask",
+    "openai-gpt": "it keeps no cache and reads the whole text for each token",
+    "prophetnet": "its decoder takes one token a pass",
+    "unlimited_ocr_text": "its window begins where the first pass ended",
+    "xlm": "it appends a mask token to each pass",
+}
+# Models that count a static cache's empty places as tokens: with one, stock's own text is another.
+COUNT_EMPTY = frozenset({"gpt_neo", "led"})
+# Models whose own mask over several tokens is wider than their window. A slot cache comes with masks of its own.
+WIDE_MASK = frozenset({"moshi"})
+# Models whose own update of the inputs from token to token adds what stays the same for every later one.
+OWN_UPDATE = frozenset({"idefics", "mllama", "paligemma"})
 
 
 def refuse(model: PreTrainedModel, prompt: Prompt, max_length: int) -> None:
@@ -25,7 +39,29 @@ def refuse(model: PreTrainedModel, prompt: Prompt, max_length: int) -> None:
         prompt: what transformers prepared; nothing has run yet.
         max_length: the most tokens a row may have.
     """
-    config = prompt.generation_config
+    refuse_config(prompt.generation_config)
+    if prompt.input_ids.ndim != 2:
+        raise ValueError(f"{type(model).__name__} writes ids of several kinds at once, which assistant= does not take")
+    cache = prompt.model_kwargs.get("cache")
+    if cache is None:
+        raise ValueError(f"{type(model).__name__} keeps its state in no transformers cache and cannot be rolled back")
+    reason = why_cropped(model, prompt)
+    if reason is not None and (stuck := why_not_croppable(cache)) is not None:
+        raise ValueError(
+            f"rejected tokens cannot be removed from a {stuck}, so assistant= cannot use it: {reason}"
+            f"{croppable_instead(cache)}"
+        )
+    if reason is not None and getattr(model.config.get_text_config(decoder=True), "cross_attention_layers", None):
+        raise ValueError(
+            f"{type(model).__name__} keeps pictures in the cache of its text, where assistant= cannot tell them apart "
+            f"if {reason}: leave cache= and cache_implementation= out"
+        )
+    refuse_cache(model, prompt, max_length - prompt.input_ids.shape[1])
+    refuse_model(model, max_length)
+
+
+def refuse_config(config: GenerationConfig) -> None:
+    """Raises ValueError for what a resolved generation config asks for and no assisted call can give."""
     mode = config.get_generation_mode()
     if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
         raise ValueError(f"assistant= takes greedy decoding and sampling, but the arguments ask for {mode.value}")
@@ -36,50 +72,106 @@ def refuse(model: PreTrainedModel, prompt: Prompt, max_length: int) -> None:
             "use_cache=False is not supported with assistant=; pass use_cache=True "
             "(a model that was trained with gradient checkpointing may carry False in its config)"
         )
-    cache = prompt.model_kwargs.get("cache")
-    if cache is None:
-        raise ValueError(f"{type(model).__name__} keeps its state in no transformers cache and cannot be rolled back")
-    if (stuck := why_not_croppable(cache)) is not None:
-        raise ValueError(f"rejected tokens cannot be removed from a {stuck}, so assistant= cannot use it")
-    refuse_model(model, max_length)
+
+
+def refuse_cache(model: PreTrainedModel, prompt: Prompt, new_tokens: int) -> None:
+    """Raises ValueError for a cache that this prompt cannot go on from, or that has too little room for it."""
+    cache, batch, columns = prompt.model_kwargs["cache"], prompt.input_ids.shape[0], prompt.columns
+    name, size = type(cache).__name__, room(cache)
+    kind = model.config.get_text_config(decoder=True).model_type
+    if kind in COUNT_EMPTY and is_static(cache):
+        raise ValueError(
+            f"{type(model).__name__} ({kind}) takes the empty places of a {name} for tokens, with assistant= and "
+            "without: leave cache_implementation= out or pass a DynamicCache"
+        )
+    if kind in WIDE_MASK and (reason := why_cropped(model, prompt)) is not None:
+        raise ValueError(
+            f"{type(model).__name__} ({kind}) sees past its window in passes over several tokens, which only the cache "
+            f"of this package prevents, but {reason}: leave cache= and cache_implementation= out"
+        )
+    rows, held = filled(cache)
+    if rows not in (0, batch):
+        raise ValueError(f"the {name} is made for {rows} rows, and the prompt has {batch}; pass one for {batch}")
+    if held >= columns:
+        raise ValueError(
+            f"the {name} holds {held} tokens, and the prompt with its attention mask has no more than {columns}: no "
+            "token is left to go on from. Pass all of the conversation, or an attention mask over all of it; "
+            "cache.crop(-1) takes a last token back"
+        )
+    # The last new token is never fed.
+    if size is not None and columns + new_tokens - 1 > size:
+        raise ValueError(
+            f"the {name} has room for {size} tokens, and this call may need {columns + new_tokens - 1}: {columns} of "
+            f"the prompt and all but the last of {new_tokens} new ones; make it larger or max_new_tokens smaller"
+        )
+    if offloads(cache) and all(parameter.device.type == "cpu" for parameter in model.parameters()):
+        raise ValueError(
+            f"an offloaded {name} moves keys and values between a GPU and the CPU, and {type(model).__name__} is on "
+            "the CPU altogether: leave cache_implementation= out"
+        )
 
 
 def refuse_model(model: Any, max_length: int) -> None:
     """Raises ValueError for a target whose passes over several tokens would not be exact."""
     name, config = type(model).__name__, model.config.get_text_config(decoder=True)
-    refuse_encoder_decoder(model)
-    if config.model_type in OWN_STATE:
-        raise ValueError(f"{name} ({config.model_type}) cannot check several tokens in one pass")
-    stock = GenerationMixin._update_model_kwargs_for_generation
-    if getattr(model._update_model_kwargs_for_generation, "__func__", None) is not stock:
+    for kind in (config.model_type, model.config.model_type):
+        if kind in OWN_STATE:
+            raise ValueError(f"{name} ({kind}) cannot check several tokens in one pass: {OWN_STATE[kind]}")
+    update = getattr(model._update_model_kwargs_for_generation, "__func__", None)
+    if update is not GenerationMixin._update_model_kwargs_for_generation and model.config.model_type not in OWN_UPDATE:
         raise ValueError(
             f"{name} carries inputs from token to token in a way of its own, which assistant= does not know"
         )
+    refuse_adapters(model)
+    stages = getattr(getattr(model.config, "distributed_config", None), "pp_size", 1)
+    if stages > 1:
+        raise ValueError(
+            f"{name} is cut into {stages} pipeline stages, of which each holds a part of the cache; "
+            "assistant= takes tensor parallelism and FSDP"
+        )
+    refuse_rope(model, max_length)
+
+
+def refuse_adapters(model: Any) -> None:
+    """Raises ValueError for an active PEFT adapter that takes a token otherwise in a pass with others than alone."""
+    name, kind = type(model).__name__, None
     owner = getattr(model.prepare_inputs_for_generation, "__self__", model)
     if owner is not model and getattr(getattr(owner, "active_peft_config", None), "is_prompt_learning", False):
         raise ValueError(f"{name} is wrapped in PEFT prompt learning, whose virtual tokens assistant= does not take")
-    kind, limit = moving_rope(config)
-    if limit is not None and max_length > limit:
+    if not getattr(model, "peft_config", None):  # which PEFT leaves on every model that it changes
+        return
+    for module in model.modules():
+        if getattr(module, "disable_adapters", True):
+            continue
+        if any("alora_offsets" in getattr(hook, "keywords", ()) for hook in module._forward_pre_hooks.values()):
+            kind = "an activated LoRA (aLoRA), which counts from the end of a pass where it is active"
+        elif "lily_router" in getattr(module, "adapter_layer_names", ()):
+            kind = "Lily, which mixes its experts over all the tokens of a pass"
+    if kind is not None:
+        raise ValueError(f"{name} is adapted by {kind}: its text would depend on the drafts; disable the adapter")
+
+
+def refuse_rope(model: Any, max_length: int) -> None:
+    """Raises ValueError for a call that meets a switch of the rotary embedding which is not understood."""
+    name, config = type(model).__name__, model.config.get_text_config(decoder=True)
+    if not asked_for(config):
+        return
+    found, foreign = switches(model), not any("rope_type" in vars(module) for module in model.modules())
+    moving = asked_for(config) if foreign else found
+    if not moving:
+        return
+    limit, kinds = min(switch.position for switch in moving), sorted({switch.kind for switch in moving})
+    original = getattr(config, "original_max_position_embeddings", None)
+    if foreign:
+        why = "in code of its own"
+    elif len(found) > 1:
+        why = "in more than one way"
+    elif kinds == ["dynamic"] and original is not None and drops_cache(model, original + 1, original):
+        limit, why = original, "and drops its cache there"
+    else:
+        return
+    if max_length > limit:
         raise ValueError(
-            f"{name} turns its positions by {kind!r} beyond {limit} tokens, and this call may reach {max_length}; "
-            f"with assistant= keep prompt and new tokens together within {limit}"
+            f"{name} turns its positions by {' and '.join(kinds)} beyond {limit} tokens {why}, and this call may reach "
+            f"{max_length}; with assistant= keep prompt and new tokens together within {limit}"
         )
-
-
-def refuse_encoder_decoder(model: Any) -> None:
-    """Raises ValueError for a model whose encoder stock `generate` would run before our loop is ever asked."""
-    if model.config.is_encoder_decoder:
-        raise ValueError(f"{type(model).__name__} is an encoder-decoder, which assistant= does not take yet")
-
-
-def moving_rope(config: PreTrainedConfig) -> tuple[str, int | None]:
-    """The kind of a rotary embedding that changes with length, and the length from which it does; None if none does."""
-    parameters = getattr(config, "rope_parameters", None) or {}
-    kinds = [parameters, *(value for value in parameters.values() if isinstance(value, Mapping))]
-    for one in kinds:
-        kind = one.get("rope_type")
-        if kind in MOVING_ROPE:
-            original = one.get("original_max_position_embeddings")
-            original = original or getattr(config, "original_max_position_embeddings", None)
-            return kind, int(original or config.max_position_embeddings)
-    return "", None

@@ -3,20 +3,44 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL
 
-from hf_specgen.cache import CropCache, RowCache, SlotCache, is_users, new_cache, why_not_slots
+from hf_specgen.cache import (
+    CropCache,
+    RowCache,
+    SlotCache,
+    has_attention,
+    has_indexer,
+    has_recurrent,
+    is_static,
+    is_users,
+    new_cache,
+    offloads,
+    why_not_slots,
+)
 from hf_specgen.draft import Draft
+from hf_specgen.indexer import OneByOne
+from hf_specgen.ranks import is_fully_sharded, several
+from hf_specgen.recurrent import why_not_recurrent
+from hf_specgen.rope import Switch, drops_cache, switches
 
-# Models whose attention counts positions by the cache (ALiBi, a local window, a temperature), not by position ids.
-OWN_POSITIONS = frozenset({"bloom", "mpt", "gpt_neo", "llama4_text"})
+if TYPE_CHECKING:
+    from hf_specgen.encoder import Source
+
+# Models whose attention counts positions by the cache (ALiBi, a local window, a temperature), not by position ids, or
+# that drop the position ids they are given.
+OWN_POSITIONS = frozenset(
+    ("bloom", "mpt", "gpt_neo", "llama4_text")
+    + ("exaone4_5", "hyperclovax_vision_v2", "kosmos-2.5", "kosmos_2_5_text_model", "kosmos_2_text_model")
+)
 # Kernels that take no 4-D mask.
 MASKLESS_ATTENTION = ("flash", "flex", "paged")
 # Inputs that run along the sequence beside the ids, and how stock continues them: the last value, or zero for text.
@@ -43,27 +67,52 @@ class Prompt:
     """What transformers prepared for the prompt's pass.
 
     Attributes:
-        input_ids: `(batch, length)`, padding on the left; length 0 where `inputs_embeds` stand in for ids.
+        input_ids: `(batch, length)`, padding on the left; length 0 where `inputs_embeds` stand in for ids. Those of the
+            decoder where there is an encoder.
         generation_config: of the call, resolved.
         model_kwargs: everything else that stock would hand to the model, its empty or continued cache included.
+        prefix: before the names of the decoder's arguments and outputs, where the plain ones are an encoder's.
+        source: what that encoder reads, for drafters.
     """
 
     input_ids: Tensor
     generation_config: GenerationConfig
     model_kwargs: dict[str, Any] = field(default_factory=dict)
+    prefix: str = ""
+    source: Source | None = None
 
     @property
     def attention_mask(self) -> Tensor | None:
         """`(batch, columns)` with 0 for padding; None where nothing is padded."""
-        mask: Tensor | None = self.model_kwargs.get("attention_mask")
+        mask: Tensor | None = self.model_kwargs.get(self.prefix + "attention_mask")
         return mask
 
+    @property
+    def position_ids(self) -> Tensor | None:
+        """`(batch or 1, columns)`, or with one axis more in front; None where the model counts for itself."""
+        positions: Tensor | None = self.model_kwargs.get(self.prefix + "position_ids")
+        return positions
+
     def use_dynamic_default(self, model: PreTrainedModel) -> None:
-        """Puts a dynamic cache in the place of one that nobody asked for but the model's own defaults."""
+        """Puts a dynamic cache in the place of a static one that nobody asked for but the model's own defaults.
+
+        Other kinds stay: an offloaded cache saves memory, and a quantized one changes the text.
+        """
         kind = getattr(model.generation_config, "cache_implementation", None)
         cache = self.model_kwargs.get("cache")
-        if kind is not None and kind == self.generation_config.cache_implementation and not is_users(cache):
-            self.model_kwargs["cache"] = new_cache(model.config.get_text_config(decoder=True))
+        if kind is not None and kind == self.generation_config.cache_implementation and is_static(cache):
+            self.model_kwargs["cache"] = new_cache(model.config, offloading=offloads(cache))
+
+    @property
+    def columns(self) -> int:
+        """Places of a row, padding and what a continued cache holds included."""
+        if self.attention_mask is not None:
+            return self.attention_mask.shape[1]
+        embeds: Tensor | None = self.model_kwargs.get("inputs_embeds")
+        if embeds is not None:
+            return embeds.shape[1]
+        # transformers drops a mask of ones and notes its length: ids may be the new ones only.
+        return int(getattr(self.generation_config, "_mask_length", self.input_ids.shape[1]))
 
     def padding(self) -> list[int] | None:
         """Places before each row's first token; None where a mask has holes elsewhere."""
@@ -88,6 +137,18 @@ def generative(model: torch.nn.Module) -> PreTrainedModel:
     raise ValueError(f"{type(model).__name__} holds no transformers model that can generate")
 
 
+def padding_of_positions(model: PreTrainedModel) -> list[int]:
+    """The padding ids that a model leaves out where it counts positions by the ids of a pass, as fairseq's do.
+
+    A text may hold such an id, and then the ids behind it in one pass are counted otherwise than each by itself.
+    """
+    counts = ("create_position_ids_from_input_ids", "make_positions")
+    found: set[Any] = {
+        module.padding_idx for module in model.modules() if any(hasattr(type(module), name) for name in counts)
+    }
+    return sorted(found - {None})
+
+
 def why_cropped(model: PreTrainedModel, prompt: Prompt) -> str | None:
     """Why this call runs on a `CropCache`, in chains and with rows in lockstep; None if a `SlotCache` takes it.
 
@@ -95,19 +156,20 @@ def why_cropped(model: PreTrainedModel, prompt: Prompt) -> str | None:
     """
     cache, config = prompt.model_kwargs["cache"], model.config.get_text_config(decoder=True)
     attention = config._attn_implementation or ""
-    if is_users(cache):
+    if is_users(cache) and not has_recurrent(cache):
         return f"the {type(cache).__name__} is the caller's"
-    if (reason := why_not_slots(cache)) is not None:
+    if (reason := why_not_slots(cache) or why_not_recurrent(model, cache.layers)) is not None:
         return reason
-    if (
-        "position_ids" not in inspect.signature(model.forward).parameters
-        or prompt.model_kwargs.get("position_ids") is None
-    ):
+    placed = "position_ids" in inspect.signature(model.forward).parameters and prompt.position_ids is not None
+    if not placed and has_attention(cache):
         return "the model takes no position ids"
     if any(name in attention for name in MASKLESS_ATTENTION):
         return f"{attention} takes no mask of a tree"
-    if config.model_type in OWN_POSITIONS or getattr(config, "alibi", False):
-        return f"{config.model_type} counts positions by its cache and not by position ids"
+    for kind in (config.model_type, model.config.model_type):
+        if kind in OWN_POSITIONS or getattr(config, "alibi", False):
+            return f"{kind} counts positions by its cache and not by position ids"
+    if model.config.model_type == "paligemma" and getattr(config, "layer_types", None):
+        return "PaliGemma 2 makes the masks of its kinds of layers by itself"
     return "the attention mask has holes" if prompt.padding() is None else None
 
 
@@ -121,6 +183,7 @@ class Target:
 
     Attributes:
         device: where it takes its inputs.
+        cropped: why the cache is a `CropCache`; None for a `SlotCache`.
         cache: of the call; there from the prompt's pass on.
         prompt_lengths: for each row the tokens of the prompt, padding not counted; from the prompt's pass on.
     """
@@ -129,7 +192,11 @@ class Target:
         self.model: Any = model  # transformers types a model's methods as tensors
         self.prompt = prompt
         self.hidden_states = hidden_states
-        self.slots = why_cropped(model, prompt) is None
+        self._prefix = prompt.prefix
+        self.cropped = why_cropped(model, prompt)
+        self.slots = self.cropped is None
+        self._recurrent = has_recurrent(prompt.model_kwargs["cache"])
+        self._indexed = has_indexer(prompt.model_kwargs["cache"])
         # Properties that walk through all parameters: asked once, not once a pass.
         # With offloaded weights the model is nowhere (meta); its inputs go where the prompt is.
         self.device: torch.device = prompt.input_ids.device if model.device.type == "meta" else model.device
@@ -140,6 +207,7 @@ class Target:
         self._sorted = (
             self.slots and prepare is GenerationMixin.prepare_inputs_for_generation and not model.is_remote_code()
         )
+        self._gaps = [] if self.slots else padding_of_positions(model)
         self.cache: RowCache
         self.prompt_lengths: list[int]
         self._extras: dict[str, Any] = {}
@@ -148,6 +216,12 @@ class Target:
         self._shifted = False
         self._counted = torch.empty((0, 1, 1), dtype=torch.long)
         self._began = False
+        found = switches(model)
+        # Calls that meet one of several are refused.
+        self.switch: Switch | None = found.pop() if len(found) == 1 else None
+        self._start: list[int] = []
+        self._longest = self._columns = 0
+        self._before_switch = self._rebuilt = False
 
     @property
     def ragged(self) -> bool:
@@ -157,7 +231,12 @@ class Target:
     @property
     def trees(self) -> bool:
         """A pass may branch."""
-        return self.slots
+        return self.slots and not self._recurrent
+
+    @property
+    def forgets(self) -> bool:
+        """What has been committed can be taken back; a recurrent state only goes back to a mark."""
+        return not self._recurrent
 
     def prefill(self) -> Pass:
         """The prompt's pass, as stock makes it, so that the first token and what is cached are stock's to the bit."""
@@ -168,7 +247,7 @@ class Target:
         if outputs.get("cache") is None:
             raise ValueError(f"{type(self.model).__name__} returned no cache")
         if self.slots and padding is not None:
-            self.cache = SlotCache(outputs.cache, self.model.config.get_text_config(decoder=True), padding)
+            self.cache = SlotCache(outputs.cache, self.model, padding, prompt.columns)
             self.prompt_lengths = [length + 1 for length in self.cache.lengths]
         else:
             self.cache = CropCache(outputs.cache, prompt.attention_mask, batch)
@@ -176,44 +255,127 @@ class Target:
             mask = prompt.attention_mask
             self.prompt_lengths = [columns] * batch if mask is None else (mask != 0).sum(1).tolist()
         self._began = True
-        self._extras = self._running_inputs()
-        positions = prompt.model_kwargs.get("position_ids")
+        # What the model itself would hand to its next pass: beside stock's, some families carry inputs of their own.
+        decoder = bool(self._prefix)
+        self._extras = self._running_inputs(
+            self.model._update_model_kwargs_for_generation(outputs, kwargs, is_encoder_decoder=decoder)
+        )
+        positions = prompt.position_ids
         if positions is not None:
             # What positions exceed the count of cached tokens by: 0 but for padding and positions the caller chose.
             lengths = torch.tensor(self.cache.lengths, device=positions.device).view(-1, 1)
             self._offset = (positions[..., -1:] - lengths).to(self.device)
             self._shifted = positions.ndim > 2 or bool(self._offset.any())
             self._counted = torch.arange(2 * max(self.prompt_lengths) + 256, device=self.device).view(-1, 1, 1)
-        # The prompt's tensors (images among them) are not needed again.
-        self.prompt = Prompt(prompt.input_ids, prompt.generation_config)
-        return Pass(outputs.logits[:, -1:], outputs.hidden_states if self.hidden_states else None, is_prompt=True)
+        # The prompt's tensors (images among them) are not needed again, but for a cache that is to be computed anew.
+        kept: dict[str, Any] = {}
+        if self.switch is not None and positions is not None:
+            kept = {"attention_mask": prompt.attention_mask, "position_ids": positions}
+            self._start, self._longest = list(self.cache.lengths), int(positions[..., -1].max())
+            self._columns, self._before_switch = prompt.columns, self._longest < self.switch.position
+        self.prompt = Prompt(prompt.input_ids, prompt.generation_config, kept, prompt.prefix)
+        return Pass(outputs.logits[:, -1:], self._hidden_states(outputs), is_prompt=True)
 
-    def _running_inputs(self) -> dict[str, Any]:
+    def _hidden_states(self, outputs: Any) -> tuple[Tensor, ...] | None:
+        states: tuple[Tensor, ...] | None = outputs.get(self._prefix + "hidden_states") if self.hidden_states else None
+        return states
+
+    def _running_inputs(self, updated: Mapping[str, Any]) -> dict[str, Any]:
         """What later passes get beside ids, mask, positions and cache; token types shrink to how they continue."""
-        left_out = {"cache", "attention_mask", "position_ids", "inputs_embeds", "logits_to_keep", "use_cache"}
+        left_out = {"cache", "inputs_embeds", "logits_to_keep", "use_cache"}
+        left_out.update(self._prefix + name for name in ("attention_mask", "position_ids"))
         left_out.update(MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL)
         extras = {
             key: value
-            for key, value in self.prompt.model_kwargs.items()
+            for key, value in updated.items()
             if key not in left_out and not (key in TOKEN_TYPES and value is None)
         }
         self._types = [name for name in TOKEN_TYPES if name in extras]
         for name in self._types:
             last = extras[name][:, -1:]
             extras[name] = last if TOKEN_TYPES[name] else torch.zeros_like(last)
+        if extras.get("cross_attention_mask") is not None:
+            # Mllama's: the pictures that each token sees. It repeats the last line for the tokens of a pass.
+            extras["cross_attention_mask"] = extras["cross_attention_mask"][:, -1:]
         return extras
 
-    def _positions(self, draft: Draft, idle: Sequence[bool]) -> Tensor:
+    @property
+    def _decided(self) -> int:
+        """Tokens that a row which goes on has gained. Where the embedding switches, rows advance in lockstep."""
+        return max(length - start for length, start in zip(self.cache.lengths, self._start, strict=True))
+
+    @property
+    def stale(self) -> bool:
+        """Whether the next pass lies beyond a switch at which stock computes the whole cache anew: see `rebuild`."""
+        if self.switch is None or not self._before_switch:
+            return False
+        # What is drafted with may have gone beyond; the model is asked as stock asks it at the switch.
+        gained = self.switch.position - self._longest
+        if gained <= self._decided:
+            shown, cached = self.prompt.input_ids.shape[1] + gained, self._columns - 1 + gained
+            self._before_switch = drops_cache(self.model, shown, cached)
+        return self._before_switch and gained <= self._decided
+
+    @property
+    def follows_length(self) -> bool:
+        """What a pass does to a token depends on when it is made. After a `rebuild` all are turned alike."""
+        return self.switch is not None and not self._rebuilt
+
+    def reach(self) -> int | None:
+        """The longest path that the next pass may hold; None if any will do. See `rope`."""
+        if self.switch is None:
+            return None
+        return 0 if self.stale else self.switch.reach(self._longest + self._decided)
+
+    def rebuild(self, ids: Tensor, idle: Sequence[bool]) -> Pass:
+        """A pass over everything that was decided, into a cache of its own, as stock makes it where the cache is stale.
+
+        Args:
+            ids: `(batch, columns)` as stock holds them.
+            idle: for each row whether it has ended.
+        """
+        lengths, more = self.cache.lengths, ids.shape[1] - self.prompt.input_ids.shape[1]
+        self.cache.close()
+        mask, positions = self.prompt.attention_mask, self.prompt.position_ids
+        if mask is not None:
+            mask = torch.nn.functional.pad(mask, (0, more), value=1)
+        assert positions is not None
+        later = positions[..., -1:] + torch.arange(1, more + 1, device=positions.device)
+        positions = torch.cat([positions, later], dim=-1)
+        kwargs: dict[str, Any] = {"attention_mask": mask, "position_ids": positions, "use_cache": True}
+        if "logits_to_keep" in inspect.signature(self.model.forward).parameters:
+            kwargs["logits_to_keep"] = 1
+        inputs = self.model.prepare_inputs_for_generation(ids, cache=None, **kwargs, **self._extras)
+        inputs["output_hidden_states"] = self.hidden_states
+        outputs = self.model(**inputs, return_dict=True)
+        padding, batch = self.prompt.padding(), ids.shape[0]
+        if self.slots and padding is not None:
+            self.cache = SlotCache(outputs.cache, self.model, padding, ids.shape[1])
+            # Stock's ids go on with padding where a row has ended.
+            pairs = zip(self.cache.lengths, lengths, idle, strict=True)
+            self.cache.lengths = [old if ended else new for new, old, ended in pairs]
+        else:
+            self.cache = CropCache(outputs.cache, mask, batch)
+        self._before_switch, self._rebuilt = False, True
+        states = self._hidden_states(outputs)
+        last = None if states is None else tuple(layer[:, -1:] for layer in states)
+        return Pass(outputs.logits[:, -1:], last)
+
+    def _positions(self, draft: Draft, idle: Sequence[bool], at: int | None = None) -> Tensor:
         """Position ids of a pass: those of the roots, and by depth of the nodes."""
         lengths = self.cache.lengths
         if any(idle):
             # The last token of a row that has ended may lie beyond the model's last position; one before does not.
-            lengths = [length - ended for length, ended in zip(lengths, idle, strict=True)]
+            lengths = [max(0, length - ended) for length, ended in zip(lengths, idle, strict=True)]
         if len(lengths) == 1 and not self._shifted and lengths[0] < len(self._counted):
             roots = self._counted[lengths[0]]  # a view costs a third of a new tensor
         else:
             roots = torch.tensor([[length] for length in lengths], device=self.device)
             roots = self._offset + roots if self._shifted and self._offset is not None else roots
+        if self.switch is not None and any(idle):
+            # Stock goes on counting where a row has ended, and its longest row turns all others.
+            ended = torch.tensor(idle, device=self.device).view(-1, 1)
+            roots = roots.masked_fill(ended, self._longest + (self._decided if at is None else at))
         return roots + draft.tree.depth if draft.nodes else roots
 
     def close(self) -> None:
@@ -221,57 +383,124 @@ class Target:
         if self._began:
             self.cache.close()
 
-    def verify(self, roots: Tensor, draft: Draft, idle: Sequence[bool] = ()) -> Pass:
+    def idle(self) -> None:
+        """One forward whose outcome nobody reads, for ranks whose passes need this one's share of the weights."""
+        ids = torch.zeros((self.prompt.input_ids.shape[0], 1), dtype=torch.long, device=self.device)
+        encoded = self._extras if self._prefix else {}
+        self.model(**{f"{self._prefix}input_ids": ids}, **encoded, use_cache=False)
+
+    def fit(self, roots: Tensor, draft: Draft) -> Draft:
+        """The draft without nodes that a pass would put at other positions than a pass for each: those behind padding.
+
+        Args:
+            roots: `(batch,)` each row's last decided token.
+            draft: chains; on the target's device.
+        """
+        if not self._gaps or not draft.nodes:
+            return draft
+        ids = torch.cat([roots.to(draft.tokens.device).unsqueeze(1), draft.tokens[:, :-1]], dim=1)
+        padded = torch.isin(ids, torch.tensor(self._gaps, device=ids.device)).cumsum(1) > 0
+        return replace(draft, parents=draft.parents.where(~padded, -1))
+
+    def verify(self, roots: Tensor, draft: Draft, idle: Sequence[bool] = (), at: int | None = None) -> Pass:
         """One forward over `[root, *draft]` of every row.
 
         Args:
             roots: `(batch,)` each row's last decided token.
             draft: what to check; on the target's device.
             idle: for each row whether its result is of no interest, because it has ended; none are, unless said.
+            at: how many tokens a row that goes on had gained when stock made this pass; all of them, unless said.
         """
         ids, width = roots.to(self.device).unsqueeze(1), draft.nodes + 1
         if draft.nodes:
             # An id that the model does not know is never chosen; it only must not be looked up.
             ids = torch.cat([ids, draft.tokens.clamp(0, self._ids - 1)], dim=1)
-        self.cache.begin(width)
+        self.cache.begin(width, some_idle=any(idle))
         kwargs = dict(self._extras)
         for name in self._types:
             kwargs[name] = kwargs[name].expand(-1, width)
-        kwargs["attention_mask"] = self.cache.mask(draft, self.dtype)
+        kwargs[self._prefix + "attention_mask"] = self.cache.mask(draft, self.dtype)
         if self._offset is not None:
-            kwargs["position_ids"] = self._positions(draft, idle)
+            kwargs[self._prefix + "position_ids"] = self._positions(draft, idle, at)
         cache = self.cache.model_cache
         if self._sorted:
             inputs = {"input_ids": ids, "cache": cache, "use_cache": True, **kwargs}
         else:
             inputs = self.model.prepare_inputs_for_generation(ids, cache=cache, use_cache=True, **kwargs)
+            inputs.pop("logits_to_keep", None)  # some ask for the last place only, and every node is wanted
         if inputs.get("cache") is not cache:
             raise ValueError(f"{type(self.model).__name__} drops its cache in prepare_inputs_for_generation")
+        if self.slots and self._offset is not None and inputs.get("position_ids") is None:
+            raise ValueError(f"{type(self.model).__name__} drops its position ids in prepare_inputs_for_generation")
         if self.hidden_states:
             inputs["output_hidden_states"] = True
-        outputs = self.model(**inputs, return_dict=True)
-        return Pass(outputs.logits, outputs.hidden_states if self.hidden_states else None)
+        with self._choosing(*ids.shape):
+            outputs = self.model(**inputs, return_dict=True)
+        return Pass(outputs.logits, self._hidden_states(outputs))
+
+    def _choosing(self, batch: int, width: int) -> AbstractContextManager[Any]:
+        """Has an indexer choose for the tokens of a pass as in passes over one; see `indexer`."""
+        if width == 1 or not self._indexed:
+            return nullcontext()
+        return OneByOne(batch, width, self.cache.lengths[0] + width)
 
 
-def prompt_of(model: PreTrainedModel, rows: Sequence[Sequence[int]]) -> Prompt:
+# What a call leaves on a module for its own later passes, by the name of the attribute.
+CALL_STATE = {
+    "rope_deltas": "it keeps how far the positions of the last prompt lie behind its pictures",
+    "recurrent_states": "it keeps the recurrent states of the last text in its layers",
+    "_encoder_cache": "it keeps the cache of its encoder",
+}
+
+
+def one_thread(model: torch.nn.Module) -> str | None:
+    """Why a model must not serve two calls at once, because its own forward keeps something on it; None if it may."""
+    inner = generative(model)
+    if moving := switches(inner):
+        first = min(switch.position for switch in moving)
+        return f"its rotary embedding keeps the frequencies of the last pass, which change at position {first}"
+    if several() and is_fully_sharded(inner):
+        return "its weights are gathered for each pass"
+    for module in model.modules():
+        for name, reason in CALL_STATE.items():
+            if name in vars(module):
+                return reason
+        hook = vars(module).get("_hf_hook")
+        if any(getattr(one, "offload", False) for one in getattr(hook, "hooks", [hook])):
+            return "its weights are offloaded, and brought back for each pass"
+    return None
+
+
+def input_device(model: PreTrainedModel) -> torch.device:
+    """Where a model's inputs may be. Offloaded weights are nowhere (meta), and their hooks move what they are given."""
+    device: torch.device = model.device
+    return torch.device("cpu") if device.type == "meta" else device
+
+
+def prompt_of(
+    model: PreTrainedModel, rows: Sequence[Sequence[int]], encoded: Mapping[str, Any] | None = None
+) -> Prompt:
     """What transformers would prepare for these rows, for a model that is run beside the one `generate` was called on.
 
     Args:
-        model: a causal LM.
+        model: a causal LM, or an encoder-decoder.
         rows: ids without padding, at least one a row.
+        encoded: for a model that attends to an encoder's states: those, and their mask.
     """
-    width = max(map(len, rows))
-    ids = torch.tensor([[*[0] * (width - len(row)), *row] for row in rows], device=model.device)
-    mask = torch.tensor([[*[0] * (width - len(row)), *[1] * len(row)] for row in rows], device=model.device)
+    width, device = max(map(len, rows)), input_device(model)
+    ids = torch.tensor([[*[0] * (width - len(row)), *row] for row in rows], device=device)
+    mask = torch.tensor([[*[0] * (width - len(row)), *[1] * len(row)] for row in rows], device=device)
+    prefix = "decoder_" if model.config.is_encoder_decoder else ""
     kwargs: dict[str, Any] = {
-        "cache": new_cache(model.config.get_text_config(decoder=True)),
-        "position_ids": (mask.cumsum(-1) - 1).clamp(min=0),
-        "attention_mask": None if min(map(len, rows)) == width else mask,
+        **(encoded or {}),
+        "cache": new_cache(model.config),
+        f"{prefix}position_ids": (mask.cumsum(-1) - 1).clamp(min=0),
+        f"{prefix}attention_mask": None if min(map(len, rows)) == width else mask,
         "use_cache": True,
     }
     parameters = inspect.signature(model.forward).parameters
-    if "position_ids" not in parameters:
-        del kwargs["position_ids"]
+    if f"{prefix}position_ids" not in parameters:
+        del kwargs[f"{prefix}position_ids"]
     if "logits_to_keep" in parameters:
         kwargs["logits_to_keep"] = 1
-    return Prompt(ids, GenerationConfig(), kwargs)  # type: ignore[no-untyped-call]
+    return Prompt(ids, GenerationConfig(), kwargs, prefix)  # type: ignore[no-untyped-call]

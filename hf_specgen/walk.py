@@ -21,6 +21,7 @@ from transformers.generation.stopping_criteria import (
 )
 
 from hf_specgen.draft import Draft
+from hf_specgen.ranks import Ranks
 from hf_specgen.rows import Rows
 from hf_specgen.sampling import Noise, Processors
 from hf_specgen.verify import Verifier, accepted, cut
@@ -72,6 +73,7 @@ class Rules:
         verifier: the accept rule.
         noise: None when greedy.
         lockstep: all rows keep the same number of tokens.
+        ranks: the processes that must come to the same decision.
     """
 
     processors: Processors
@@ -79,6 +81,7 @@ class Rules:
     verifier: Verifier
     noise: Noise | None = None
     lockstep: bool = False
+    ranks: Ranks = field(default_factory=Ranks)
 
     @property
     def eos(self) -> frozenset[int]:
@@ -108,6 +111,8 @@ class Rules:
 
 class Walk(Protocol):
     """A way from logits to a decision."""
+
+    rules: Rules
 
     def __call__(self, passed: Pass, draft: Draft, rows: Rows) -> Decision:
         """Decides, takes the tokens into `rows`, and marks rows that have ended."""
@@ -171,7 +176,8 @@ class WalkAtOnce:
         scores, chosen = score(self.rules, passed, draft, rows)
         drafted = (draft.parents >= 0).sum(1, keepdim=True)
         nodes = draft.nodes
-        read: list[list[int]] = torch.cat([accepted(draft, chosen), draft.tokens, drafted, chosen], dim=1).tolist()
+        outcome = torch.cat([accepted(draft, chosen), draft.tokens, drafted, chosen], dim=1)
+        read: list[list[int]] = self.rules.ranks.agree(outcome).tolist()
         decision = Decision.nothing(rows.batch)
         room = most = rows.room()
         if self.rules.lockstep:
@@ -194,7 +200,8 @@ class WalkAtOnce:
             rows.append(row, tokens[:count])
             if tokens[count - 1] in self._eos or count == left:
                 rows.finished[row] = True
-        if any(bool(clock(rows.prompt, None).any()) for clock in self._clocks):
+        late = any(bool(clock(rows.prompt, None).any()) for clock in self._clocks)
+        if self._clocks and self.rules.ranks.agree_on(late):
             rows.finished = [True] * rows.batch
         return decision
 
@@ -245,7 +252,7 @@ class WalkByStep:
             if self._seen is not None:
                 self._seen += (scores,)
             tokens = dict.fromkeys(group, rows.ends.pad)
-            for row, token, place_scores in zip(group, chosen.tolist(), scores, strict=True):
+            for row, token, place_scores in zip(group, self.rules.ranks.agree(chosen).tolist(), scores, strict=True):
                 if row in live:
                     drawn([token])
                     self.recorder.record(row, stand.node[row], stand.passed, place_scores)
@@ -253,7 +260,8 @@ class WalkByStep:
                     rows.append(row, [token])
                     tokens[row] = token
             rows.write(group, column, tokens)
-            rows.stop(group, self.rules.criteria(rows.show(group, column + 1), self._seen).tolist())
+            met = self.rules.criteria(rows.show(group, column + 1), self._seen)
+            rows.stop(group, self.rules.ranks.agree(met).tolist())
             stuck = [row for row in live if not stand.step(row, tokens[row], decision) and not rows.finished[row]]
             if stuck or all(rows.finished[row] for row in group):
                 return

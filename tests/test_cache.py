@@ -196,8 +196,8 @@ def test_buffers_grow_by_doubling(monkeypatch):
     seen: list[tuple[int, int]] = []
     begin = SlotCache.begin
 
-    def noted(self: SlotCache, width: int) -> None:
-        begin(self, width)
+    def noted(self: SlotCache, width: int, some_idle: bool) -> None:
+        begin(self, width, some_idle)
         seen.append((self.capacity, self.layers[0].keys.untyped_storage().data_ptr()))
 
     monkeypatch.setattr(SlotCache, "begin", noted)

@@ -4,6 +4,7 @@ import ast
 import json
 from pathlib import Path
 
+import families
 import pytest
 import tiny
 import torch
@@ -101,3 +102,30 @@ def test_drafted_pieces_are_told_apart(tokenizer: PreTrainedTokenizerFast) -> No
     ids = tokenizer("abcd")["input_ids"]
     steps = [sg.Step([ids[:1]], [0], [0]), sg.Step([ids[1:]], [2], [2])]
     assert list(cli.pieces(steps, tokenizer)) == [("a", False), ("b", True), ("c", True), ("d", False)]
+
+
+def checked(*arguments: str) -> Result:
+    return CliRunner().invoke(cli.app, ["check", *arguments])
+
+
+def test_a_check_prints_the_report_and_fails_where_a_call_would(folder: Path) -> None:
+    model, tokenizer = tiny.LlamaForCausalLM.from_pretrained(folder), cli.AutoTokenizer.from_pretrained(folder)
+    alone = checked(str(folder))
+    assert (alone.exit_code, alone.stdout) == (0, f"{sg.check(model)}\n")
+    itself = checked(str(folder), "--assistant", str(folder), "--set", "max_new_tokens=5", "--batch", "2", "--probe")
+    assert itself.exit_code == 0
+    assert "equal, token by token" in itself.stdout
+    assert "agrees to rounding of float32" in itself.stdout
+    for wrong in (["--assistant", '{"method": "ngrams"}'], ["--set", "num_beams=2"]):
+        refused = checked(str(folder), *wrong)
+        assert refused.exit_code == 1
+        assert "refused, because of the a" in refused.stdout
+    assert sg.check(model, sg.PromptLookup(), tokenizer=tokenizer, stop_strings="ab").ok
+    assert checked(str(folder), "--assistant", "ngram", "--set", "stop_strings=ab").exit_code == 0
+
+
+def test_a_check_takes_every_kind_of_model_and_one_without_a_tokenizer(tmp_path: Path) -> None:
+    families.build("t5").save_pretrained(tmp_path)
+    result = checked(str(tmp_path), "--assistant", "plain")
+    assert result.exit_code == 0, result.output
+    assert "T5ForConditionalGeneration (t5)" in result.stdout

@@ -100,20 +100,6 @@ def test_sampling_from_nothing_raises_as_in_stock(model: LlamaForCausalLM) -> No
             text(model, acceptance=acceptance, **sample)
 
 
-@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
-def test_a_rope_that_follows_the_length_is_refused_where_it_would_change(kind: str) -> None:
-    parameters: dict[str, Any] = {"rope_type": kind, "rope_theta": 1e4, "factor": 4.0}
-    if kind == "longrope":
-        parameters |= {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "original_max_position_embeddings": 32}
-    length = 32 if kind == "dynamic" else 128
-    model = tiny.llama(rope_parameters=parameters, max_position_embeddings=length)
-    sg.enable(model)
-    with pytest.raises(ValueError, match=f"{kind}.*beyond 32 tokens.*46"):
-        model.generate(PROMPT, max_new_tokens=40, assistant=sg.PromptLookup())
-    stock = model.generate(PROMPT, max_new_tokens=26, do_sample=False)
-    assert torch.equal(model.generate(PROMPT, max_new_tokens=26, do_sample=False, assistant=sg.PromptLookup(1)), stock)
-
-
 def test_inputs_carried_on_in_a_models_own_way_are_refused() -> None:
     class Own(LlamaForCausalLM):
         def _update_model_kwargs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:

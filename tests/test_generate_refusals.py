@@ -94,10 +94,10 @@ def test_the_paged_cache(model):
 @DOORS
 @pytest.mark.parametrize("home", ["call", "config"])
 def test_a_quantized_cache_names_its_layers(model, door, home):
-    kind = {"cache_implementation": "quantized", "cache_config": {"backend": "fp8"}}
+    kind = {"cache_implementation": "quantized"}
     if home == "config":
         kind = {"generation_config": GenerationConfig(**kind, max_new_tokens=8)}
-    refused(model, "cannot be removed from a QuantizedCache with Fp8QuantizedLayer", **kind, **opened(model, door))
+    refused(model, "cannot be removed from a QuantizedCache with QuantoQuantizedLayer", **kind, **opened(model, door))
 
 
 def test_a_static_cache_with_a_window_it_outgrows_names_its_layers():

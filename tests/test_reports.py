@@ -408,7 +408,7 @@ EXACT, LOOKUP, REAL, RULES = "test_exact.py", "test_prompt_lookup.py", "test_rea
 
 # What belongs to parts that do not exist yet.
 HYBRIDS, HEADS, TRAINING = "recurrent and hybrid targets", "trained heads", "training"
-TOKENIZERS, AUTO, RANKS = "drafters with another tokenizer", 'draft length "auto"', "several processes"
+TOKENIZERS, AUTO = "drafters with another tokenizer", 'draft length "auto"'
 
 REPORTS = {
     1: (OUTPUTS, "test_the_shortest_prompts"),
@@ -443,7 +443,7 @@ REPORTS = {
     44: (MODEL, "test_sampled_text_does_not_depend_on_how_drafts_are_chosen"),
     46: (MODEL, "test_other_seeds_say_other_things_and_the_same_seed_the_same"),
     47: (MODEL, "test_other_seeds_say_other_things_and_the_same_seed_the_same"),
-    49: RANKS,
+    49: ("test_ranks.py", "test_report_49_ranks_that_sample_without_a_seed_accept_the_same"),
     50: (PROCESSORS, "test_a_tiny_temperature_is_greedy"),
     52: (PROCESSORS, "test_the_scores_of_every_token_are_what_stock_s_processors_make_of_its_logits"),
     53: (PROCESSORS, "test_a_processor_with_a_state_of_its_own_is_shown_what_stock_shows_it"),

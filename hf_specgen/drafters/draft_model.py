@@ -12,14 +12,19 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_specgen.draft import Context, Draft, Limit, Needs, Request, Verified
-from hf_specgen.target import Target, generative, prompt_of, why_cropped
+from hf_specgen.draft import Context, Draft, Limit, Needs, Request
+from hf_specgen.encoder import arguments_for, reads_source, why_not_for
+from hf_specgen.ranks import Ranks, is_fully_sharded, several
+from hf_specgen.target import Target, generative, input_device, prompt_of, why_cropped
 from hf_specgen.vocabulary import compare, size
 
 if TYPE_CHECKING:
     from hf_specgen.sampling import Noise
 
 logger = logging.getLogger(__name__)
+
+# What configs call the most positions that a (decoder's) text may have.
+POSITIONS = ("max_position_embeddings", "max_target_positions", "max_decoder_position_embeddings")
 
 
 @dataclass(frozen=True)
@@ -55,15 +60,21 @@ class DraftModel:
             ValueError: the vocabularies differ; the message names the first token on which they do.
         """
         model = generative(self.model)
-        if model.config.is_encoder_decoder:
+        refuse_other_ranks(target, model)
+        if request.source is not None and reads_source(model):
+            if (reason := why_not_for(model, target, request.source)) is not None:
+                raise ValueError(f"{type(model).__name__} cannot draft for this {type(target).__name__}: {reason}")
+        elif model.config.is_encoder_decoder:
             raise ValueError(f"{type(model).__name__} is an encoder-decoder; a drafter must be a causal LM")
-        if why_cropped(model, prompt_of(model, [[0]])) is not None:
+        elif why_cropped(model, prompt_of(model, [[0]])) is not None:
             raise ValueError(
                 f"{type(model).__name__} cannot draft: its cache cannot be rolled back row by row "
                 f"(attention {model.config._attn_implementation!r})"
             )
-        compare(target, model, request.tokenizer, self.tokenizer or request.assistant_tokenizer)
-        return DraftModelSession(self, eval_view(model), request, size(target))
+        verdict = compare(target, model, request.tokenizer, self.tokenizer or request.assistant_tokenizer)
+        session = DraftModelSession(self, eval_view(model), request, size(target))
+        session.vocabularies = verdict
+        return session
 
 
 class DraftModelSession:
@@ -71,21 +82,29 @@ class DraftModelSession:
 
     For each row the cache holds `settled` decided tokens, and behind them `ahead`: drafted ones, which are compared
     with what was decided since. What they have in common stays, the rest is overwritten; nobody says what was rejected.
+
+    A drafter that reads the target's source has a cache that is cropped, all rows at one column; `padding` are the
+    columns before each row's first token. Its target advances in lockstep, so that this costs nothing.
     """
 
     needs = Needs()
+    vocabularies = ""  # how the two compare, in words
 
     def __init__(self, drafter: DraftModel, model: PreTrainedModel, request: Request, vocabulary: int) -> None:
         self.drafter = drafter
         self.model = model
-        self.device: torch.device = model.device  # walks through the parameters, so asked once
+        self.device = input_device(model)  # walks through the parameters, so asked once
+        # Passes of a model that is split over ranks must be fed the same on all of them.
+        self.ranks = Ranks.of(model, self.device, synced_gpus=False)
         self.request = request
         self.vocabulary = vocabulary
-        self.processors = None if request.processors is None else request.processors.to(model.device)
+        self.processors = None if request.processors is None else request.processors.to(self.device)
         self._reads_prefix = self.processors is not None and not self.processors.pure
         self.runner: Target | None = None
         self.settled: list[int] = []
         self.ahead: list[list[int]] = []
+        self.padding = [0] * request.batch
+        self._source = request.source if reads_source(model) else None
         self._known = size(model)
         self._mine: Draft | None = None
         self._fed: list[int] = []
@@ -96,11 +115,13 @@ class DraftModelSession:
         depth = self._within_reach(context, limit)
         if max(depth) == 0:
             return Draft.empty(self.request.batch)
-        # A row that is not drafted for takes part with its first token only, as a stand-in.
-        rows = [ids if asked else ids[:1] for ids, asked in zip(context.ids, depth, strict=True)]
-        logits = self._prefill(rows) if self.runner is None else self._catch_up(self.runner, rows, context.last)
-        if self.drafter.branches > 1 and not limit.chain:
-            roots = torch.tensor([ids[-1] for ids in rows])
+        if self.runner is None or self.runner.stale:
+            # A row that is not drafted for takes part with its first token only, as a stand-in.
+            logits = self._prefill([ids if asked else ids[:1] for ids, asked in zip(context.ids, depth, strict=True)])
+        else:
+            logits = self._catch_up(self.runner, context, depth)
+        if self.drafter.branches > 1 and not limit.chain and self.runner is not None and self.runner.trees:
+            roots = torch.tensor([ids[settled - 1] for ids, settled in zip(context.ids, self.settled, strict=True)])
             self._mine = self._tree(context, Limit(depth, limit.nodes, limit.chain), roots, logits)
         else:
             self._mine = self._chain(context, depth, logits)
@@ -108,10 +129,12 @@ class DraftModelSession:
 
     def _within_reach(self, context: Context, limit: Limit) -> tuple[int, ...]:
         """The depths asked for, but nothing for rows that have outgrown the drafter's positions."""
-        longest: int | None = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        config = self.model.config.get_text_config()
+        longest = next((getattr(config, name) for name in POSITIONS if hasattr(config, name)), None)
         if longest is None:
             return limit.depth
-        reach = [longest - len(ids) for ids in context.ids]
+        lengths = [len(ids) for ids in context.ids]
+        reach = [longest - (length if self._source is None else max(lengths)) for length in lengths]
         if min(reach) < 1 and not self._warned:
             logger.warning("a text has outgrown the drafter's %d positions; it goes on without drafts", longest)
             self._warned = True
@@ -120,33 +143,49 @@ class DraftModelSession:
     def _prefill(self, rows: list[Sequence[int]]) -> Tensor:
         """The prompt's pass of the drafter; returns each row's logits after its last token, `(batch, 1, vocab)`."""
         known = [[token if token < self._known else 0 for token in ids] for ids in rows]
-        self.runner = Target(self.model, prompt_of(self.model, known))
+        encoded = None if self._source is None else arguments_for(self.model, self._source)
+        self.runner = Target(self.model, prompt_of(self.model, known, encoded))
+        if not self.runner.ragged:
+            self.padding = [max(map(len, rows)) - len(ids) for ids in rows]
         logits = self.runner.prefill().logits
         self.runner.cache.commit([()] * len(rows))
-        self._settle(rows)
+        self._settle(self.runner, [len(ids) for ids in rows])
         return logits
 
-    def _settle(self, rows: list[Sequence[int]]) -> None:
-        self.settled = [len(ids) for ids in rows]
-        self.ahead = [[] for _ in rows]
+    def _settle(self, runner: Target, lengths: list[int]) -> None:
+        self.settled = lengths
+        self.ahead = [[] for _ in lengths]
+        runner.cache.mark()
 
-    def _catch_up(self, runner: Target, rows: list[Sequence[int]], last: Verified | None) -> Tensor:
+    def _catch_up(self, runner: Target, context: Context, depth: tuple[int, ...]) -> Tensor:
         """Feeds what was decided since the last draft; returns as `_prefill` does."""
-        fed = self._mine
+        fed, last = self._mine, context.last
         if fed is not None and fed.is_chain:
             # Its ids are on the host if the round before checked this very draft.
             tokens = last.tokens if last is not None and last.draft is fed else fed.tokens.tolist()
             self.ahead = [drafted[:count] for drafted, count in zip(tokens, self._fed, strict=True)]
-        fresh = []
-        for row, ids in enumerate(rows):
-            settled = self.settled[row]
-            common = min(settled + _common(self.ahead[row], ids[settled:]), len(ids) - 1)
-            runner.cache.lengths[row] = common
-            fresh.append(list(ids[common:]))
+        kept = list(self.settled)
+        for row, (ids, asked) in enumerate(zip(context.ids, depth, strict=True)):
+            if asked and runner.forgets:
+                kept[row] += _common(self.ahead[row], ids[kept[row] :])
+            kept[row] = min(kept[row], len(ids) - 1)
+        if not runner.ragged:
+            column = min(held + pad for held, pad, asked in zip(kept, self.padding, depth, strict=True) if asked)
+            kept = [column - pad for pad in self.padding]
+        runner.cache.rewind([held + pad for held, pad in zip(kept, self.padding, strict=True)])
+        # A row that is not drafted for takes part with a token that it does not keep.
+        fresh = [
+            list(ids[held:] if asked else ids[-1:]) for ids, held, asked in zip(context.ids, kept, depth, strict=True)
+        ]
         roots = torch.tensor([new[0] for new in fresh])
-        logits = self._pass(roots, Draft.ragged([new[1:] for new in fresh]).to(self.device))
-        runner.cache.commit([range(1, len(new)) for new in fresh])
-        self._settle(rows)
+        idle = [not asked for asked in depth]
+        logits = self._pass(roots, Draft.ragged([new[1:] for new in fresh]).to(self.device), idle)
+        paths = [range(1, len(new)) if asked else None for new, asked in zip(fresh, depth, strict=True)]
+        runner.cache.commit(paths)
+        self._settle(
+            runner,
+            [len(ids) if asked else held for ids, asked, held in zip(context.ids, depth, kept, strict=True)],
+        )
         ends = torch.tensor([len(new) - 1 for new in fresh], device=logits.device)
         return logits.take_along_dim(ends.view(-1, 1, 1), dim=1)
 
@@ -158,13 +197,13 @@ class DraftModelSession:
         probs: list[Tensor] = []
         for step in range(max(depth)):
             if step:
-                logits = self._pass(tokens[-1][:, 0], nothing)
+                logits = self._pass(tokens[-1][:, 0], nothing, [step >= deep for deep in depth])
                 # A row goes no further than was asked: its positions may end there.
                 self.runner.cache.commit([() if step < deep else None for deep in depth])
             prefixes = [[row] for row in self._host(nothing.tokens, *tokens)] if self._reads_prefix else []
             scores = self._scores(logits, context, prefixes)
             noise = self._noise(context, step, 1)
-            tokens.append(scores.argmax(-1) if noise is None else noise.argmax(scores))
+            tokens.append(self.ranks.agree(scores.argmax(-1) if noise is None else noise.argmax(scores)))
             if self.request.wants_probs and noise is not None:
                 probs.append(scores.softmax(-1))
         self._fed = [max(0, deep - 1) for deep in depth]
@@ -175,14 +214,14 @@ class DraftModelSession:
         assert self.runner is not None
         batch, width = len(limit.depth), min(self.drafter.branches, limit.nodes)
         # The last decided token becomes the root of every pass below.
-        self.settled = [settled - 1 for settled in self.settled]
+        self.settled = [settled - (deep > 0) for settled, deep in zip(self.settled, limit.depth, strict=True)]
         self.runner.cache.lengths[:] = self.settled
         tokens = parents = torch.empty((batch, 0), dtype=torch.long, device=self.device)
         frontier = parents.new_zeros((batch, 1))
         sums = torch.zeros((batch, 1), device=self.device, dtype=torch.float32)
         for step in range(min(max(limit.depth), limit.nodes // width)):
             if step:
-                passed = self._pass(roots, Draft(tokens, parents))
+                passed = self._pass(roots, Draft(tokens, parents), [not deep for deep in limit.depth])
                 logits = passed.take_along_dim(frontier.unsqueeze(-1), dim=1)
             scores = self._scores(logits, context, self._paths(tokens, parents, frontier))
             noise = self._noise(context, step, frontier.shape[1])
@@ -192,17 +231,17 @@ class DraftModelSession:
             inside = torch.tensor([step < deep for deep in limit.depth], device=tokens.device).unsqueeze(1)
             above = frontier.gather(1, place // best.indices.shape[-1]).where(inside, -1)
             frontier = tokens.shape[1] + 1 + torch.arange(place.shape[1], device=tokens.device).expand(batch, -1)
-            tokens = torch.cat([tokens, best.indices.flatten(1).gather(1, place)], dim=1)
-            parents = torch.cat([parents, above], dim=1)
+            tokens = torch.cat([tokens, self.ranks.agree(best.indices.flatten(1).gather(1, place))], dim=1)
+            parents = torch.cat([parents, self.ranks.agree(above)], dim=1)
         return Draft(tokens, parents)
 
-    def _pass(self, roots: Tensor, draft: Draft) -> Tensor:
+    def _pass(self, roots: Tensor, draft: Draft, idle: Sequence[bool] = ()) -> Tensor:
         """A pass. Ids that a smaller table does not hold are fed as 0: worse guesses, and no error."""
         assert self.runner is not None
         if self._known < self.vocabulary:
             roots = roots.where(roots < self._known, 0)
             draft = replace(draft, tokens=draft.tokens.where(draft.tokens < self._known, 0))
-        return self.runner.verify(roots, draft).logits
+        return self.runner.verify(roots, draft, idle).logits
 
     def _noise(self, context: Context, step: int, nodes: int) -> Noise | None:
         """The noise of the tokens `step` places after the next one; None where drafts are the most likely tokens."""
@@ -266,6 +305,23 @@ def _common(first: Sequence[int], second: Sequence[int]) -> int:
             break
         shared += 1
     return shared
+
+
+def refuse_other_ranks(target: PreTrainedModel, model: PreTrainedModel) -> None:
+    """Raises ValueError for a drafter whose passes wait for ranks that need not make as many."""
+    if not several():
+        return
+    if is_fully_sharded(model):
+        raise ValueError(
+            f"the drafter {type(model).__name__} is sharded by FSDP or ZeRO-3, where each of its passes needs one of "
+            "every rank, and ranks draft as often as their texts need it: load it whole on each rank"
+        )
+    ours, theirs = (Ranks.of(one, input_device(one)).members for one in (target, model))
+    if theirs and theirs != ours:
+        raise ValueError(
+            f"the drafter {type(model).__name__} is split over ranks {theirs} and the target over {ours or 'none'}; "
+            "split both alike, or load the drafter whole on each rank"
+        )
 
 
 def eval_view(model: PreTrainedModel) -> PreTrainedModel:

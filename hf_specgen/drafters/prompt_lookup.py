@@ -259,7 +259,8 @@ class PromptLookup:
     """Drafts by copying: what followed the longest match of the last tokens, at its most recent place.
 
     Works with any target and costs a small part of a millisecond. It gains where an answer repeats its prompt or itself
-    (summaries, edits, quotations, loops). Paper: prompt lookup decoding (Saxena 2023); the index is explained in this
+    (summaries, edits, quotations, loops). For an encoder-decoder the text that the encoder reads counts as part of the
+    prompt. Paper: prompt lookup decoding (Saxena 2023); the index is explained in this
     file's docstring.
 
     Attributes:
@@ -308,6 +309,8 @@ class PromptLookupSession:
         self.request = request
         # One token more than is matched, since a branch asks where a match with its follower ends.
         self._texts = [SuffixAutomaton(drafter.max_ngram + 1) for _ in range(request.batch)]
+        source = None if request.source is None else request.source.ids()
+        self._sources: list[list[int]] = [[]] * request.batch if source is None else source
         self._stored: list[tuple[int, int]] = []  # for each row: ids dealt with, place in the store
         self._copies = [_Copy() for _ in range(request.batch)]
 
@@ -320,6 +323,8 @@ class PromptLookupSession:
         for row, (text, ids, depth) in enumerate(zip(self._texts, context.ids, limit.depth, strict=True)):
             paths: list[_Path] = []
             if depth:
+                if self._sources[row]:
+                    ids = [*self._sources[row], *ids]
                 text.extend(ids[text.size :])
                 self._copies[row].follow(ids)
                 paths = self._paths(row, ids, depth, branches)
