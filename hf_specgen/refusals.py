@@ -27,6 +27,8 @@ OWN_STATE = {
 COUNT_EMPTY = frozenset({"gpt_neo", "led"})
 # Models whose own mask over several tokens is wider than their window. A slot cache comes with masks of its own.
 WIDE_MASK = frozenset({"moshi"})
+# Layers that take the position of a token for its place in the cache.
+BLOCKS_OF_PLACES = "minimax_m3_sparse"
 # Models whose own update of the inputs from token to token adds what stays the same for every later one.
 OWN_UPDATE = frozenset({"idefics", "mllama", "paligemma"})
 
@@ -56,6 +58,7 @@ def refuse(model: PreTrainedModel, prompt: Prompt, max_length: int) -> None:
             f"{type(model).__name__} keeps pictures in the cache of its text, where assistant= cannot tell them apart "
             f"if {reason}: leave cache= and cache_implementation= out"
         )
+    refuse_own_masks(model, prompt)
     refuse_cache(model, prompt, max_length - prompt.input_ids.shape[1])
     refuse_model(model, max_length)
 
@@ -74,21 +77,32 @@ def refuse_config(config: GenerationConfig) -> None:
         )
 
 
+def refuse_own_masks(model: PreTrainedModel, prompt: Prompt) -> None:
+    """Raises ValueError where masks of the model's own make passes over several tokens differ from those over one."""
+    config = model.config.get_text_config(decoder=True)
+    name, kind = f"{type(model).__name__} ({config.model_type})", config.model_type
+    if kind in COUNT_EMPTY and is_static(prompt.model_kwargs["cache"]):
+        raise ValueError(
+            f"{name} takes the empty places of a static cache for tokens, with assistant= and without: "
+            "leave cache_implementation= out or pass a DynamicCache"
+        )
+    if kind in WIDE_MASK and (reason := why_cropped(model, prompt)) is not None:
+        raise ValueError(
+            f"{name} sees past its window in passes over several tokens, which only the cache of this package "
+            f"prevents, but {reason}: leave cache= and cache_implementation= out"
+        )
+    padded = prompt.attention_mask is not None and not bool(prompt.attention_mask.all())
+    if padded and BLOCKS_OF_PLACES in (getattr(config, "layer_types", None) or ()):
+        raise ValueError(
+            f"{name} picks blocks of keys in its {BLOCKS_OF_PLACES} layers by place and not by position, so that a "
+            "padded row picks padding, with assistant= and without: pass rows of one length, or one at a time"
+        )
+
+
 def refuse_cache(model: PreTrainedModel, prompt: Prompt, new_tokens: int) -> None:
     """Raises ValueError for a cache that this prompt cannot go on from, or that has too little room for it."""
     cache, batch, columns = prompt.model_kwargs["cache"], prompt.input_ids.shape[0], prompt.columns
     name, size = type(cache).__name__, room(cache)
-    kind = model.config.get_text_config(decoder=True).model_type
-    if kind in COUNT_EMPTY and is_static(cache):
-        raise ValueError(
-            f"{type(model).__name__} ({kind}) takes the empty places of a {name} for tokens, with assistant= and "
-            "without: leave cache_implementation= out or pass a DynamicCache"
-        )
-    if kind in WIDE_MASK and (reason := why_cropped(model, prompt)) is not None:
-        raise ValueError(
-            f"{type(model).__name__} ({kind}) sees past its window in passes over several tokens, which only the cache "
-            f"of this package prevents, but {reason}: leave cache= and cache_implementation= out"
-        )
     rows, held = filled(cache)
     if rows not in (0, batch):
         raise ValueError(f"the {name} is made for {rows} rows, and the prompt has {batch}; pass one for {batch}")

@@ -139,6 +139,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     },
     "deepseek_v4": {"o_lora_rank": 8, "o_groups": 2},
     "dots3_note_text": {f"swa_{key}": value for key, value in DOTS.items()},
+    "doge": {"keep_window_size": WINDOW},
     "dory": {"n_input_layers": 1, "n_recurrent_layers": 1, "n_output_layers": 1},
     "dots1": {"layer_types": MIXED},
     "falcon-alibi": {"alibi": True},
@@ -178,7 +179,12 @@ CHANGES: dict[str, dict[str, Any]] = {
     "mllama": {"cross_attention_layers": [1]},
     "mamba2": {"num_heads": 8, "n_groups": 1},
     "mellum": {"layer_types": MIXED},
-    "minimax_m3_vl_text": {"index_block_size": 4, "index_topk_blocks": 2, "layer_types": None},
+    "minimax_m3_vl_text": {
+        "layer_types": ["full_attention", "minimax_m3_sparse", "full_attention"],
+        "index_block_size": 4,
+        "index_n_heads": 2,
+        "index_topk_blocks": 2,
+    },
     "ministral": {"layer_types": MIXED},
     "phi3": {
         "original_max_position_embeddings": 256,
@@ -192,6 +198,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "qwen2": {"layer_types": MIXED, "use_sliding_window": True},
     "qwen2_moe": {"layer_types": MIXED, "use_sliding_window": True},
     "qwen3": {"layer_types": MIXED, "use_sliding_window": True},
+    "qwen3_moe": {"use_sliding_window": True},
     "qwen4_exp_text": {"indexer_budget": 8, "indexer_compress_ratio": 2, "hc_lowrank": 8, **INDEXER},
     "roc_bert": {
         "pronunciation_embed_dim": 8,
@@ -221,7 +228,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "zaya": {"num_experts_per_tok": 1},
 }
 
-# Weights are drawn from seed 1, but where the text of it runs into a loop.
+# Weights are drawn from seed 1, but for these families, whose text ran into a loop.
 SEEDS = {
     family: seed
     for seed, families in {

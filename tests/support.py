@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -45,7 +46,7 @@ THREADS = """\
 ## One thread
 
 The forward of these families leaves something of a call on the model itself, with or without this package. Do not run
-two calls at once on one model.
+two calls at once on one model. By their source that is also true of those that keep `rope_deltas` there: {keepers}.
 
 """
 OWN = """\
@@ -99,6 +100,15 @@ def table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
     return "".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |\n" for row in rows)
 
 
+@functools.cache
+def keepers_of_rope_deltas() -> list[str]:
+    """The model types whose forward writes an attribute of that name, as their source has it."""
+    models = Path(transformers.__file__).parent / "models"
+    written = re.compile(r"^ +self\.rope_deltas = rope_deltas", re.MULTILINE)
+    files = models.glob("*/modeling_*.py")
+    return sorted({file.parent.name for file in files if written.search(file.read_text(encoding="utf-8"))})
+
+
 def text(rows: Mapping[str, Row]) -> str:
     """The page."""
     known = [rows[name] for name in sorted(rows)]
@@ -123,7 +133,8 @@ def text(rows: Mapping[str, Row]) -> str:
         INTRODUCTION.format(ours=sg.__version__, theirs=transformers.__version__, **counts),
         table(["family", "class", *COLUMNS], lines),
         REASONS + table(["", "reason"], [[str(number), reason] for reason, number in numbers.items()]),
-        THREADS + table(["family", "what is left"], [[row.family, row.state] for row in built if row.state]),
+        THREADS.format(keepers=", ".join(keepers_of_rope_deltas()))
+        + table(["family", "what is left"], [[row.family, row.state] for row in built if row.state]),
         OWN + table(["family", "difference"], [[row.family, row.own] for row in built if row.own]),
         LEFT_OUT + table(["family", "reason"], [[row.family, row.left_out] for row in known if row.left_out]),
     ]

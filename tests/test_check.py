@@ -272,11 +272,24 @@ class DraftsNothing:
         raise ValueError(self.message)
 
 
-FORMATS = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+SLOW = pytest.mark.slow
+FORMATS = pytest.mark.parametrize(
+    "dtype",
+    [
+        torch.float32,
+        torch.bfloat16,
+        pytest.param(torch.float16, marks=SLOW),
+        pytest.param(torch.float64, marks=SLOW),
+    ],
+    ids=str,
+)
 
 
 @FORMATS
-@pytest.mark.parametrize("name", ["llama", "gemma3_text", "qwen2", "qwen3_moe", "gpt2", "falcon_h1"])
+@pytest.mark.parametrize(
+    "name",
+    ["llama", "gemma3_text", "qwen2", "falcon_h1", *(pytest.param(name, marks=SLOW) for name in ("qwen3_moe", "gpt2"))],
+)
 def test_a_model_whose_passes_agree_passes_in_every_format(name, dtype):
     report = sg.check(families.build(name).to(dtype), probe=True)
     found = report.probe
@@ -341,6 +354,14 @@ def test_a_fault_of_our_own_would_be_told_as_such(model, monkeypatch):
     found = probe(model)
     assert not found.ok
     assert found.verdict.startswith("this package's passes differ from the model's own")
+
+
+def test_where_only_our_passes_agree_with_decoding_the_verdict_says_so():
+    found = probe(families.build("moshi"))
+    assert found.is_fault(found.block)
+    assert found.is_fault(found.single)
+    assert found.ok
+    assert found.verdict.endswith("differs from token-by-token decoding; this package's passes agree with the latter")
 
 
 def test_a_model_too_flat_to_tell_is_told_as_such():

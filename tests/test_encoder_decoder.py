@@ -405,6 +405,20 @@ def test_a_target_that_drafts_for_itself_is_always_right(name, given, rows):
         assert stats.mean_accepted_tokens > 4
 
 
+@pytest.mark.parametrize("ended", [False, True])
+def test_a_drafter_is_fed_what_is_new(ended):
+    """Of five drafts that were right the last one, and the token after them; a row that has ended changes nothing."""
+    model, drafter = target("bart"), sg.disable(copy.deepcopy(target("bart")))
+    widths: list[int] = []
+    drafter.register_forward_pre_hook(
+        lambda module, args, kwargs: widths.append(kwargs["decoder_input_ids"].shape[1]), with_kwargs=True
+    )
+    kwargs = {"eos_token_id": int(truth("bart", "ragged")[-1, 3])} if ended else {}
+    said = say(model, RAGGED, assistant=drafter, num_assistant_tokens=5, **kwargs)
+    assert bool((said[:, 4:] == 0).all(1).any()) == ended
+    assert (widths[0], set(widths[1:])) == (2, {1, 2})
+
+
 def test_a_text_may_hold_padding_ids():
     """M2M100 leaves them out where it counts the positions of a pass."""
     known = truth("m2m_100", "ragged")
@@ -461,9 +475,9 @@ def test_prompt_lookup_copies_from_the_source(rows):
 def test_a_lookup_sees_no_padding_of_the_source():
     ids = torch.tensor([[7, 8, 9, 5, 0, 0], [5, 6, 7, 8, 9, 4]])
     read = Source(ids, torch.tensor([[1, 1, 1, 1, 0, 0], [1] * 6]), None)
-    session = sg.PromptLookup(2, num_assistant_tokens=2).start(target("bart"), Request(batch=2, source=read))
-    draft = session.propose(Context([[1, 7, 8], [1, 8, 9]], [3, 3]), Limit((2, 2), 2, chain=True))
-    assert draft.tokens.tolist() == [[9, 5], [4, 1]]
+    session = sg.PromptLookup(2).start(target("bart"), Request(batch=2, source=read))
+    draft = session.propose(Context([[1, 7, 8], [1, 8, 9]], [3, 3]), Limit((3, 3), 3, chain=True))
+    assert draft.tokens.tolist() == [[9, 5, 1], [4, 1, 8]]
     assert Source(torch.randn(2, 6), None, None).ids() is None
     assert Source(torch.randn(2, 6, 3), None, None).ids() is None
     assert Source(None, None, None).ids() is None

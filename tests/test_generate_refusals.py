@@ -223,11 +223,10 @@ def t5():
         (lfm2, "cannot be removed from a DynamicCache with LinearAttentionLayer"),
         (qwen3_next, "cannot be removed from a DynamicCache with LinearAttentionLayer"),
         (rwkv, "RwkvForCausalLM keeps its state in no transformers cache"),
-        (t5, "T5ForConditionalGeneration is an encoder-decoder"),
     ],
 )
 def test_targets_that_cannot_be_rolled_back_yet(make, message, door):
-    """Reports 10 and 17: a loud refusal until there is an exact way."""
+    """Report 10: a loud refusal until there is an exact way."""
     model = make().eval()
     refused(model, message, assistant=sg.PromptLookup(), **opened(model, door))
 

@@ -37,7 +37,7 @@ Texts = tuple[tuple[int, ...], ...]
 def build(family: str) -> PreTrainedModel:
     """A tiny model of a family; of Llama 4 one whose layers without rotary embedding have a steep temperature."""
     with pytest.MonkeyPatch.context() as patch:
-        steep = {"floor_scale": 4, "attn_scale": 2.0, "no_rope_layers": [0, 1, 0]}
+        steep = {"floor_scale": 4, "attn_scale": 8.2, "no_rope_layers": [0, 1, 0]}
         patch.setitem(families.CHANGES, "llama4_text", steep)
         return families._built.__wrapped__(family)
 
@@ -97,7 +97,7 @@ def test_so_it_is_in_a_cache_that_the_caller_chose(family, rows, cache):
         assert passes == []
     else:
         for assistant in None, sg.Plain():
-            with pytest.raises((RuntimeError, ValueError), match="must match the size|too many values to unpack"):
+            with pytest.raises((RuntimeError, ValueError), match=r"must match the size|too many values"):
                 run(model, prompt, assistant=assistant, max_new_tokens=NEW, **kwargs)
 
 
