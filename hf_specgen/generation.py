@@ -187,6 +187,11 @@ def prepare(
     ranks = Ranks.of(model, prompt.input_ids.device, options.synced_gpus)
     if ranks.gathering and config.prefill_chunk_size is not None:
         raise ValueError("prefill_chunk_size= is not supported where ranks wait for one another: drop it")
+    if (ranks.gathering or ranks.deciders) and not target.forgets:
+        raise ValueError(
+            f"{type(model).__name__} has recurrent layers whose state follows from their weights, and those are spread "
+            "over ranks; assistant= takes it whole on one rank"
+        )
     rules = Rules(
         Processors(processors),
         criteria,

@@ -38,8 +38,10 @@ if TYPE_CHECKING:
 # Models whose attention counts positions by the cache (ALiBi, a local window, a temperature), not by position ids, or
 # that drop the position ids they are given.
 OWN_POSITIONS = frozenset(
-    ("bloom", "mpt", "gpt_neo", "llama4_text")
-    + ("exaone4_5", "hyperclovax_vision_v2", "kosmos-2.5", "kosmos_2_5_text_model", "kosmos_2_text_model")
+    [
+        *("bloom", "mpt", "gpt_neo", "llama4_text"),
+        *("exaone4_5", "hyperclovax_vision_v2", "kosmos-2.5", "kosmos_2_5_text_model", "kosmos_2_text_model"),
+    ]
 )
 # Kernels that take no 4-D mask.
 MASKLESS_ATTENTION = ("flash", "flex", "paged")

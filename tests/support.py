@@ -22,7 +22,7 @@ INTRODUCTION = """\
 What `model.generate(..., assistant=...)` does for each model family of transformers. The tests write this page and hold
 the package to it (`tests/test_families.py`; `make support` writes it anew), on a tiny random model of each family with
 every kind of its layers, with hf_specgen {ours} and transformers {theirs}, on the CPU. Drafts are scripted, so that in
-every run between 20 and 90 % of the drafted tokens are accepted and most rounds reject some.
+every run between 20 and 90 % of the drafted tokens (of a tree: of its levels) are accepted and most rounds reject some.
 
 - **exact**: the tokens are stock's (for sampling: those of `Plain()` with the same seed), and the logits agree to
   rounding.

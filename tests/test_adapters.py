@@ -61,7 +61,7 @@ def speaks_as_stock(model: Any, prompt: Prompt, shape: str = "tree", **kwargs: A
 # --------------------------------------------------------------------------------------------------------------- target
 
 
-@pytest.mark.parametrize("shape", ["chain", "tree"])
+@pytest.mark.parametrize("shape", [pytest.param("chain", marks=pytest.mark.slow), "tree"])
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("door", ["the wrapper", "the inner model", "wrapped later", "custom_generate"])
 def test_a_target_speaks_with_the_adapter_that_is_active(door, rows, shape):
@@ -267,7 +267,7 @@ def base(prompt: Prompt) -> Texts:
 
 
 @pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize("branches", [1, 3])
+@pytest.mark.parametrize("branches", [1, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("target", ["plain", "adapted"])
 def test_a_drafter_drafts_with_the_adapter_that_is_active(target, branches, rows):
     """Report 80: its text is never seen, but the share of it that is accepted is."""

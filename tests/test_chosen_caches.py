@@ -122,8 +122,9 @@ def test_in_float32_the_first_difference_of_an_fp8_cache_is_a_near_tie():
     chat = [{"role": "user", "content": ARTICLE}]
     inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     kwargs = {**inputs, **FP8, "max_new_tokens": 64, "do_sample": False}
-    wanted = model.generate(**kwargs, return_dict_in_generate=True, output_logits=True)
-    answer = sg.enable(model).generate(**kwargs, assistant=sg.PromptLookup(2))
+    # Even another attention function would make another text.
+    wanted = sg.enable(model).generate(**kwargs, return_dict_in_generate=True, output_logits=True)
+    answer = model.generate(**kwargs, assistant=sg.PromptLookup(2))
     shared = min(answer.shape[1], wanted.sequences.shape[1])
     differing = (answer[:, :shared] != wanted.sequences[:, :shared]).nonzero()
     if len(differing):
@@ -256,7 +257,7 @@ CONVERSATIONS = [("llama", name) for name in OBJECTS] + [("mistral", "dynamic"),
 @pytest.mark.parametrize("shown", ["everything", "the new ids"])
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize(("kind", "name"), CONVERSATIONS)
-@pytest.mark.parametrize("chunk", [None, 3], ids=["whole", "chunks"])
+@pytest.mark.parametrize("chunk", [None, pytest.param(3, marks=pytest.mark.slow)], ids=["whole", "chunks"])
 def test_a_conversation_goes_on_in_the_cache_that_holds_it(kind, name, rows, shown, chunk):
     """Reports 5 and 14: three turns, against stock on a cache of the same kind."""
     model, prompt = target(kind), ROWS[rows]
@@ -400,7 +401,7 @@ def test_an_error_in_a_round_takes_its_tokens_out_of_an_fp8_cache_too():
 # ------------------------------------------------------------------------------------------------- the prompt in chunks
 
 
-@pytest.mark.parametrize("size", [1, 4, 5, 14, 100])
+@pytest.mark.parametrize("size", [1, 5, 14, 100])
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("kind", MAKERS)
 @pytest.mark.parametrize("cache", [{}, {"cache_implementation": "static"}, FP8], ids=["slot", "static", "fp8"])

@@ -104,7 +104,7 @@ def first(texts: tuple[tuple[int, ...], ...], prompt: Prompt) -> tuple[tuple[int
     return tuple(text[: len(ids) + NEW] for text, ids in zip(texts, prompt.rows, strict=True))
 
 
-@pytest.mark.parametrize("mode", ["greedy", "sampled", "penalties-greedy"])
+@pytest.mark.parametrize("mode", ["greedy", "sampled", pytest.param("penalties-greedy", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("shape", ["chain", "tree"])
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("kind", UNPACKED)

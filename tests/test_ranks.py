@@ -26,7 +26,14 @@ import torch.distributed as dist
 from tiny import ONE, RAGGED, Prompt, Scripted
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from transformers import LlamaForCausalLM, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
+from transformers import (
+    Lfm2Config,
+    Lfm2ForCausalLM,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 from transformers.distributed import DistributedConfig
 
 import hf_specgen as sg
@@ -107,11 +114,12 @@ def split(folder: Path, name: str = "llama", **sizes: int) -> PreTrainedModel:
 
 @dataclass(frozen=True)
 class Told:
-    """How a rank's call went."""
+    """How a rank's call went: the texts, counts for each round and row, and the tokens and parents of each draft."""
 
     texts: tuple[tuple[int, ...], ...]
     accepted: list[list[int]]
     drafted: list[list[int]]
+    drafts: list[tuple[list[list[int]], list[list[int]]]]
 
     @property
     def mixed(self) -> bool:
@@ -122,10 +130,20 @@ class Told:
 
 def told(model: PreTrainedModel, prompt: Prompt, mode: str = "greedy", **kwargs: Any) -> Told:
     arguments = {**prompt.inputs(), **tiny.MODES[mode](), "max_new_tokens": NEW, **kwargs}
-    steps = list(sg.stream(model, **arguments))
+    drafts: list[Any] = []
+    agree = ranks.Ranks.agree_on_draft
+
+    def noted(self: ranks.Ranks, draft: sg.Draft) -> sg.Draft:
+        draft = agree(self, draft)
+        drafts.append((draft.tokens.tolist(), draft.parents.tolist()))
+        return draft
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(ranks.Ranks, "agree_on_draft", noted)
+        steps = list(sg.stream(model, **arguments))
     rows = zip(prompt.rows, zip(*(step.tokens for step in steps), strict=True), strict=True)
     texts = tuple((*ids, *(token for tokens in gained for token in tokens)) for ids, gained in rows)
-    return Told(texts, [step.accepted for step in steps], [step.drafted for step in steps])
+    return Told(texts, [step.accepted for step in steps], [step.drafted for step in steps], drafts)
 
 
 def drafter(name: str, folder: Path, known: tuple[tuple[int, ...], ...]) -> Any:
@@ -215,7 +233,7 @@ CROOKED = [
 
 def test_the_first_rank_decides_whatever_the_others_come_to(folder):
     cells = [("scripted-tree", cell) for cell in CROOKED]
-    cells += [(name, CROOKED[0 if name.startswith("split") else 3]) for name in DRAFTERS]
+    cells += [(name, (RAGGED, "greedy", {}) if name.startswith("split") else CROOKED[3]) for name in DRAFTERS]
     cells = [(name, (*cell[:2], {**cell[2], "seed": 7 if "sampled" in cell[1] else None})) for name, cell in cells]
     known = {(prompt, mode): truth(prompt, mode) for prompt, mode, _ in CROOKED}
     first, second = run(_crooked, folder, known, cells, folder=folder)
@@ -280,6 +298,10 @@ def _refused(rank: int, folder: Path) -> list[str]:
     gathered = fully_sharded(tiny.llama())
     stages = sg.enable(split(folder, pp_size=2))
     for target, kwargs in [
+        (
+            fully_sharded(Lfm2ForCausalLM(Lfm2Config(**tiny._sizes(layer_types=["conv"] * 2)))),
+            {"assistant": sg.Plain()},
+        ),
         (model, {"assistant": gathered}),
         (whole, {"assistant": model}),
         (gathered, {"assistant": sg.Plain(), "prefill_chunk_size": 4}),
@@ -294,7 +316,9 @@ def _refused(rank: int, folder: Path) -> list[str]:
 def test_what_would_hang_is_refused(folder):
     first, second = run(_refused, folder, folder=folder)
     assert first == second
-    for message, words in zip(first, ["FSDP", "split over ranks", "prefill_chunk_size", "pipeline"], strict=True):
+    for message, words in zip(
+        first, ["recurrent", "FSDP", "split over ranks", "prefill_chunk_size", "pipeline"], strict=True
+    ):
         assert words in message
 
 
