@@ -29,7 +29,7 @@ from hf_specgen.length import Fixed
 from hf_specgen.loop import Call, decode
 from hf_specgen.outputs import Recorder, SpeculativeEncoderDecoderOutput, SpeculativeOutput
 from hf_specgen.ranks import Ranks
-from hf_specgen.refusals import refuse, refuse_config, refuse_model
+from hf_specgen.refusals import refuse, refuse_config, refuse_model, refuse_ranks
 from hf_specgen.rows import Ends, Rows
 from hf_specgen.sampling import Noise, Processors, fresh_seed
 from hf_specgen.stats import Stats, Step
@@ -185,13 +185,7 @@ def prepare(
     seed = fresh_seed() if config.do_sample and options.seed is None else options.seed
     noise = Noise.of(seed, batch, prompt.input_ids.device) if config.do_sample and seed is not None else None
     ranks = Ranks.of(model, prompt.input_ids.device, options.synced_gpus)
-    if ranks.gathering and config.prefill_chunk_size is not None:
-        raise ValueError("prefill_chunk_size= is not supported where ranks wait for one another: drop it")
-    if (ranks.gathering or ranks.deciders) and not target.forgets:
-        raise ValueError(
-            f"{type(model).__name__} has recurrent layers whose state follows from their weights, and those are spread "
-            "over ranks; assistant= takes it whole on one rank"
-        )
+    refuse_ranks(target, ranks)
     rules = Rules(
         Processors(processors),
         criteria,

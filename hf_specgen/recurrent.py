@@ -226,7 +226,8 @@ def _unknown(model: nn.Module, index: int) -> str:
     kinds = [type(module).__name__ for module in model.modules() if getattr(module, "layer_idx", None) == index]
     if forgetful := [kind for kind in kinds if kind in FORGETFUL]:
         return f"passes of {forgetful[0]} over several tokens do not go on from its cache, so they are not decoding"
-    return f"how the recurrent state of layer {index} ({', '.join(kinds)}) moves is not known here"
+    mixer = f" ({', '.join(kinds)})" if kinds else ""
+    return f"how the recurrent state of layer {index}{mixer} moves is not known here"
 
 
 class RecurrentLayer(LinearAttentionCacheLayerMixin):

@@ -8,8 +8,9 @@ from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.generation.configuration_utils import GenerationMode
 
 from hf_specgen.cache import croppable_instead, filled, is_static, offloads, room, why_not_croppable
+from hf_specgen.ranks import Ranks
 from hf_specgen.rope import asked_for, drops_cache, switches
-from hf_specgen.target import Prompt, why_cropped
+from hf_specgen.target import Prompt, Target, why_cropped
 
 # Models whose passes over several cached tokens are not those over one, and why.
 OWN_STATE = {
@@ -163,6 +164,17 @@ def refuse_adapters(model: Any) -> None:
             kind = "Lily, which mixes its experts over all the tokens of a pass"
     if kind is not None:
         raise ValueError(f"{name} is adapted by {kind}: its text would depend on the drafts; disable the adapter")
+
+
+def refuse_ranks(target: Target, ranks: Ranks) -> None:
+    """Raises ValueError for a call that ranks could not make together."""
+    if ranks.gathering and target.prompt.generation_config.prefill_chunk_size is not None:
+        raise ValueError("prefill_chunk_size= is not supported where ranks wait for one another: drop it")
+    if (ranks.gathering or ranks.deciders) and not target.forgets:
+        raise ValueError(
+            f"{type(target.model).__name__} has recurrent layers whose state follows from their weights, and those are "
+            "spread over ranks; assistant= takes it whole on one rank"
+        )
 
 
 def refuse_rope(model: Any, max_length: int) -> None:

@@ -39,7 +39,7 @@ ARROWS: dict[str, set[str] | None] = {
     "loop": {"draft", "walk", "rows", "sampling", "target", "length", "stats", "ranks"},
     "drafters": {"draft", "trees", "cache", "target", "heads", "vocabulary", "ranks", "encoder"},
     "assistants": {"draft", "drafters", "target"},
-    "refusals": {"cache", "target", "rope"},
+    "refusals": {"cache", "target", "rope", "ranks"},
     "generation": {
         "refusals",
         *("loop", "assistants", "target", "cache", "sampling", "verify", "walk", "rows", "outputs"),

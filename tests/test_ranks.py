@@ -297,11 +297,9 @@ def _refused(rank: int, folder: Path) -> list[str]:
     whole = sg.enable(tiny.llama())
     gathered = fully_sharded(tiny.llama())
     stages = sg.enable(split(folder, pp_size=2))
+    states = fully_sharded(Lfm2ForCausalLM(Lfm2Config(**tiny._sizes(layer_types=["conv"] * 2))))
     for target, kwargs in [
-        (
-            fully_sharded(Lfm2ForCausalLM(Lfm2Config(**tiny._sizes(layer_types=["conv"] * 2)))),
-            {"assistant": sg.Plain()},
-        ),
+        (states, {"assistant": sg.Plain()}),
         (model, {"assistant": gathered}),
         (whole, {"assistant": model}),
         (gathered, {"assistant": sg.Plain(), "prefill_chunk_size": 4}),
@@ -316,9 +314,8 @@ def _refused(rank: int, folder: Path) -> list[str]:
 def test_what_would_hang_is_refused(folder):
     first, second = run(_refused, folder, folder=folder)
     assert first == second
-    for message, words in zip(
-        first, ["recurrent", "FSDP", "split over ranks", "prefill_chunk_size", "pipeline"], strict=True
-    ):
+    wanted = ["recurrent", "FSDP", "split over ranks", "prefill_chunk_size", "pipeline"]
+    for message, words in zip(first, wanted, strict=True):
         assert words in message
 
 
