@@ -408,7 +408,7 @@ SEQ2SEQ, VISION = "test_encoder_decoder.py", "test_vision.py"
 EXACT, LOOKUP, REAL, RULES = "test_exact.py", "test_prompt_lookup.py", "test_real_model.py", "test_verify.py"
 
 # What belongs to parts that do not exist yet.
-HYBRIDS, HEADS, TRAINING = "recurrent and hybrid targets", "trained heads", "training"
+HEADS, TRAINING = "trained heads", "training"
 TOKENIZERS, AUTO = "drafters with another tokenizer", 'draft length "auto"'
 
 REPORTS = {
@@ -418,8 +418,8 @@ REPORTS = {
     5: (REFUSALS, "test_a_cache_whose_crop_does_nothing_is_found_out"),
     7: (HERE, "test_report_7_drafts_that_are_always_wrong_beyond_a_window"),
     8: (MODEL, "test_a_drafter_with_a_sliding_window_goes_on_beyond_it"),
-    10: (REFUSALS, "test_targets_that_cannot_be_rolled_back_yet"),
-    11: HYBRIDS,
+    10: (REFUSALS, "test_targets_that_cannot_be_rolled_back"),
+    11: ("test_recurrent.py", "test_after_every_round_the_state_is_that_of_the_decided_tokens"),
     13: (OUTPUTS, "test_a_cache_kind_that_the_model_itself_asks_for_is_no_obstacle"),
     14: (OUTPUTS, "test_continuing_from_a_filled_cache_equals_stock"),
     16: (REFUSALS, "test_a_model_that_drops_its_cache_is_named"),
