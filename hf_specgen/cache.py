@@ -541,6 +541,11 @@ def offloads(cache: Cache | None) -> bool:
     return cache is not None and bool(getattr(_growing(cache), "offloading", False))
 
 
+def is_pair(cache: Cache) -> bool:
+    """Whether a cache has a part for the text and a part for what an encoder said."""
+    return isinstance(cache, EncoderDecoderCache)
+
+
 def is_static(cache: Cache | None) -> bool:
     """Whether a cache has a size that is set once."""
     return cache is not None and isinstance(_growing(cache), StaticCache)

@@ -69,15 +69,15 @@ def why_not_for(model: PreTrainedModel, target: PreTrainedModel, source: Source)
     return None
 
 
-def arguments_for(model: PreTrainedModel, source: Source) -> dict[str, Any]:
+def arguments_for(model: PreTrainedModel, source: Source, device: torch.device) -> dict[str, Any]:
     """What the passes of such a model are given beside ids; runs its encoder, if it has one."""
     if not model.config.is_encoder_decoder:
-        return {"encoder_outputs": (source.outputs[0].to(model.device),)}
+        return {"encoder_outputs": (source.outputs[0].to(device),)}
     assert source.inputs is not None
-    inputs = source.inputs.to(model.device)
+    inputs = source.inputs.to(device)
     if inputs.is_floating_point():
         inputs = inputs.to(model.dtype)
-    mask = None if source.attention_mask is None else source.attention_mask.to(model.device)
+    mask = None if source.attention_mask is None else source.attention_mask.to(device)
     encoder: Any = model.get_encoder()
     masked = {"attention_mask": mask} if "attention_mask" in inspect.signature(encoder.forward).parameters else {}
     with torch.no_grad():

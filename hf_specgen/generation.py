@@ -29,7 +29,7 @@ from hf_specgen.length import Fixed
 from hf_specgen.loop import Call, decode
 from hf_specgen.outputs import Recorder, SpeculativeEncoderDecoderOutput, SpeculativeOutput
 from hf_specgen.ranks import Ranks
-from hf_specgen.refusals import refuse, refuse_config, refuse_model, refuse_ranks
+from hf_specgen.refusals import refuse, refuse_config, refuse_mixed, refuse_model, refuse_ranks
 from hf_specgen.rows import Ends, Rows
 from hf_specgen.sampling import Noise, Processors, fresh_seed
 from hf_specgen.stats import Stats, Step
@@ -393,6 +393,7 @@ class SpecGenMixin(GenerationMixin):
             raise ValueError("return_token_timestamps= reads the attentions of every token, which assistant= has not")
         if kwargs.get("cache_implementation") == "paged":
             raise ValueError("cache_implementation='paged' is continuous batching, which assistant= does not take")
+        refuse_mixed(self, kwargs.get("cache", kwargs.get("past_key_values")))
 
     def _validate_generation_mode(
         self, generation_mode: Any, generation_config: GenerationConfig, generation_mode_kwargs: dict[str, Any]
@@ -487,10 +488,18 @@ def disable(model: Model) -> Model:
 
     Returns:
         The same model.
+
+    Raises:
+        ValueError: another class was put over the enabled one since.
     """
     inner = generative(model)
     plain = getattr(type(inner), "_plain_class", None)
     if plain is not None:
+        if "_plain_class" not in vars(type(inner)):
+            raise ValueError(
+                f"the class {type(inner).__name__} was put over the enabled one, as fully_shard does, and would be "
+                "lost: disable the model first"
+            )
         attention.uninstall(inner)
         inner.__class__ = plain
     return model

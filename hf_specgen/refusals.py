@@ -7,7 +7,16 @@ from typing import Any
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.generation.configuration_utils import GenerationMode
 
-from hf_specgen.cache import croppable_instead, filled, is_static, offloads, room, why_not_croppable
+from hf_specgen.cache import (
+    croppable_instead,
+    filled,
+    is_pair,
+    is_static,
+    is_users,
+    offloads,
+    room,
+    why_not_croppable,
+)
 from hf_specgen.ranks import Ranks
 from hf_specgen.rope import asked_for, drops_cache, switches
 from hf_specgen.target import Prompt, Target, why_cropped
@@ -104,6 +113,8 @@ def refuse_cache(model: PreTrainedModel, prompt: Prompt, new_tokens: int) -> Non
     """Raises ValueError for a cache that this prompt cannot go on from, or that has too little room for it."""
     cache, batch, columns = prompt.model_kwargs["cache"], prompt.input_ids.shape[0], prompt.columns
     name, size = type(cache).__name__, room(cache)
+    if is_users(cache):
+        refuse_mixed(model, cache)
     rows, held = filled(cache)
     if rows not in (0, batch):
         raise ValueError(f"the {name} is made for {rows} rows, and the prompt has {batch}; pass one for {batch}")
@@ -123,6 +134,16 @@ def refuse_cache(model: PreTrainedModel, prompt: Prompt, new_tokens: int) -> Non
         raise ValueError(
             f"an offloaded {name} moves keys and values between a GPU and the CPU, and {type(model).__name__} is on "
             "the CPU altogether: leave cache_implementation= out"
+        )
+
+
+def refuse_mixed(model: Any, cache: Any) -> None:
+    """Raises ValueError for a cache that an encoder-decoder would fill with text and source alike, as stock does."""
+    if model.config.is_encoder_decoder and cache is not None and not is_pair(cache):
+        name = type(cache).__name__
+        raise ValueError(
+            f"the {name} mixes what {type(model).__name__} keeps of its text with what its encoder said; pass an "
+            f"EncoderDecoderCache({name}(...), {name}(...)), or none"
         )
 
 

@@ -661,3 +661,12 @@ def test_whisper_s_timestamps_of_tokens_are_refused():
     with pytest.raises(ValueError, match="return_token_timestamps= reads the attentions of every token"):
         transcribe(model, WHISPERS["two"], return_token_timestamps=True, assistant=sg.Plain())
     assert model.config._attn_implementation != "eager"
+
+
+@pytest.mark.parametrize("kind", [hf.DynamicCache, hf.StaticCache])
+def test_a_cache_without_a_part_for_the_encoder_is_refused(kind):
+    """Stock's own text is wrong with one."""
+    model = target("t5")
+    kwargs = {"max_cache_len": 64} if kind is hf.StaticCache else {}
+    cache = kind(config=model.config, **kwargs)
+    refused(model, "mixes what T5ForConditionalGeneration keeps of its text", cache=cache, max_new_tokens=4)

@@ -352,6 +352,14 @@ def test_each_rank_goes_on_until_all_have_finished(folder):
         assert answers == [wanted] * len(answers)
 
 
+def test_disabling_does_not_take_the_shards_away():
+    model = sg.enable(tiny.llama())
+    model.__class__ = type("FSDPLlamaForCausalLM", (type(model),), {})  # as fully_shard does
+    with pytest.raises(ValueError, match="FSDPLlamaForCausalLM was put over"):
+        sg.disable(model)
+    assert type(model).__name__ == "FSDPLlamaForCausalLM"
+
+
 def _returned(rank: int, eos: int, sharded: bool = True) -> list[Any]:
     """Rows of the first rank end apart, so that only there the cache is fed once more at the end."""
     model = sg.enable(fully_sharded(tiny.llama()) if sharded else tiny.llama())

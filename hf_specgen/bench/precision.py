@@ -2,9 +2,9 @@
 
 Run as `python -m hf_specgen.bench.precision --tokens 10000 --dtypes float32 bfloat16`.
 
-Eight prompts at a time, each begun anew with a sampled stretch of text, are answered greedily by stock `generate` and
-with `assistant=`, whose drafts are mostly wrong on purpose: tokens are looked up after a match of one. A text counts up
-to its first difference, since behind it the two have nothing to do with one another.
+Sixteen rows at a time, answers begun with a sampled stretch each, are gone on with greedily by stock `generate` and by
+`assistant=`, whose drafts are mostly wrong on purpose: tokens are looked up after a match of one. A text counts to
+its first difference, since behind it the two have nothing to do with one another.
 """
 
 from __future__ import annotations
@@ -17,17 +17,19 @@ from typing import Any
 
 import torch
 from rich.progress import Progress
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 import hf_specgen as sg
 from hf_specgen.bench import smollm2
 from hf_specgen.bench.measure import machine
-from hf_specgen.bench.prompts import COPYING, FREE
+from hf_specgen.bench.prompts import FREE
 from hf_specgen.bench.table import console
 from hf_specgen.explain import Difference, explain_difference
 
-NEW_TOKENS = 64
+NEW_TOKENS = 128
 STRETCH = 24
+ANSWERS = 4
 
 
 @dataclass
@@ -65,26 +67,26 @@ class Count:
         }
 
 
-def prompts(model: Any, tokenizer: PreTrainedTokenizerBase, seed: int) -> Any:
-    """Eight prompts with a sampled beginning of their answers, padded on the left."""
-    turns = [[{"role": "user", "content": text}] for text in (COPYING | FREE).values()]
+def prompts(model: Any, tokenizer: PreTrainedTokenizerBase, seed: int) -> dict[str, Tensor]:
+    """Four prompts, four sampled beginnings of an answer to each, padded on the left."""
+    turns = [[{"role": "user", "content": text}] for text in FREE.values() for _ in range(ANSWERS)]
     texts = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
     inputs = tokenizer(texts, return_tensors="pt", padding=True, padding_side="left")
-    begun = model.generate(
-        **inputs, assistant=sg.Plain(), do_sample=True, seed=seed, max_new_tokens=STRETCH, eos_token_id=None
-    )
+    seeds = [1000 * seed + row for row in range(len(turns))]
+    sampled = {"do_sample": True, "seed": seeds, "max_new_tokens": STRETCH, "eos_token_id": None}
+    begun = model.generate(**inputs, assistant=sg.Plain(), **sampled)
     mask = torch.nn.functional.pad(inputs["attention_mask"], (0, STRETCH), value=1)
     return {"input_ids": begun, "attention_mask": mask}
 
 
-def compare(model: Any, inputs: Any, count: Count) -> None:
+def compare(model: Any, inputs: dict[str, Tensor], count: Count) -> None:
     """One batch, noted in `count`."""
     # Without an end every text is of full length.
     kwargs = {**inputs, "do_sample": False, "max_new_tokens": NEW_TOKENS, "eos_token_id": None}
     stats = sg.Stats()
     plain = sg.disable(model).generate(**kwargs)
-    drafter = sg.PromptLookup(min_ngram=1, branches=4)
-    assisted = sg.enable(model).generate(**kwargs, assistant=drafter, stats=stats)
+    drafter = sg.PromptLookup(min_ngram=1)
+    assisted = sg.enable(model).generate(**kwargs, assistant=drafter, num_assistant_tokens=4, stats=stats)
     columns = inputs["input_ids"].shape[1]
     for row in (plain != assisted)[:, columns:]:
         parted = row.nonzero()

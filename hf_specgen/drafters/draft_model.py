@@ -143,7 +143,7 @@ class DraftModelSession:
     def _prefill(self, rows: list[Sequence[int]]) -> Tensor:
         """The prompt's pass of the drafter; returns each row's logits after its last token, `(batch, 1, vocab)`."""
         known = [[token if token < self._known else 0 for token in ids] for ids in rows]
-        encoded = None if self._source is None else arguments_for(self.model, self._source)
+        encoded = None if self._source is None else arguments_for(self.model, self._source, self.device)
         self.runner = Target(self.model, prompt_of(self.model, known, encoded))
         if not self.runner.ragged:
             self.padding = [max(map(len, rows)) - len(ids) for ids in rows]
