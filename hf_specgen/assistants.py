@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from hf_specgen.draft import Drafter
 from hf_specgen.drafters.draft_model import DraftModel
 from hf_specgen.drafters.prompt_lookup import PromptLookup
-from hf_specgen.target import input_device
+from hf_specgen.prompt import input_device
 
 ACCEPTED = (
     "a drafter such as hf_specgen.PromptLookup() or hf_specgen.Plain(), a causal LM that drafts, "

@@ -23,8 +23,9 @@ from hf_specgen import attention
 from hf_specgen.drafters.plain import Plain
 from hf_specgen.generation import Prepared, rehearse
 from hf_specgen.probe import SHORTEST, Probe, encoder_states, probe
+from hf_specgen.prompt import generative, input_device
 from hf_specgen.rope import switches
-from hf_specgen.target import TOKEN_TYPES, generative, input_device, one_thread
+from hf_specgen.target import TOKEN_TYPES, one_thread
 
 WIDTH = 100
 # What `generate` raises for a call that it does not take: a wrong value, a package that is missing.

@@ -23,8 +23,8 @@ from transformers.utils.generic import ModelOutput
 from hf_specgen.drafters.draft_model import eval_view
 from hf_specgen.generation import Options
 from hf_specgen.probe import BLOCK, Passes, Probe, probe
+from hf_specgen.prompt import generative, input_device
 from hf_specgen.sampling import Noise, Processors
-from hf_specgen.target import generative, input_device
 
 # The passes compared are a handful, and a text is made of many: a difference may be a few times what they show.
 FACTOR = 4.0

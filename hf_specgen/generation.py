@@ -28,12 +28,13 @@ from hf_specgen.encoder import Source
 from hf_specgen.length import Fixed
 from hf_specgen.loop import Call, decode
 from hf_specgen.outputs import Recorder, SpeculativeEncoderDecoderOutput, SpeculativeOutput
+from hf_specgen.prompt import Prompt, generative
 from hf_specgen.ranks import Ranks
 from hf_specgen.refusals import refuse, refuse_config, refuse_mixed, refuse_model, refuse_ranks
 from hf_specgen.rows import Ends, Rows
 from hf_specgen.sampling import Noise, Processors, fresh_seed
 from hf_specgen.stats import Stats, Step
-from hf_specgen.target import Prompt, Target, generative
+from hf_specgen.target import Target
 from hf_specgen.verify import Verifier, by_name
 from hf_specgen.walk import Rules, WalkAtOnce, WalkByStep
 

@@ -34,7 +34,8 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from hf_specgen.draft import Draft
 from hf_specgen.drafters.draft_model import eval_view
-from hf_specgen.target import TOKEN_TYPES, Prompt, Target, input_device, prompt_of
+from hf_specgen.prompt import Prompt, input_device, prompt_of
+from hf_specgen.target import TOKEN_TYPES, Target
 
 # Lengths of the random prompts, and the tokens of each that are fed as blocks.
 LENGTHS = (26, 19, 11)

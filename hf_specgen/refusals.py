@@ -17,9 +17,10 @@ from hf_specgen.cache import (
     room,
     why_not_croppable,
 )
+from hf_specgen.prompt import Prompt
 from hf_specgen.ranks import Ranks
 from hf_specgen.rope import asked_for, drops_cache, switches
-from hf_specgen.target import Prompt, Target, why_cropped
+from hf_specgen.target import Target, why_cropped
 
 # Models whose passes over several cached tokens are not those over one, and why.
 OWN_STATE = {

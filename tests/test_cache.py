@@ -17,7 +17,8 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 import hf_specgen as sg
 from hf_specgen.cache import CropCache, SlotCache, SlotLayer
 from hf_specgen.draft import Draft
-from hf_specgen.target import Target, prompt_of
+from hf_specgen.prompt import prompt_of
+from hf_specgen.target import Target
 
 NEW = 24
 ATTENTION = pytest.mark.parametrize("kind", ["llama", "mistral"])

@@ -14,8 +14,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_specgen.draft import Context, Draft, Limit, Needs, Request
 from hf_specgen.encoder import arguments_for, reads_source, why_not_for
+from hf_specgen.prompt import generative, input_device, prompt_of
 from hf_specgen.ranks import Ranks, is_fully_sharded, several
-from hf_specgen.target import Target, generative, input_device, prompt_of, why_cropped
+from hf_specgen.target import Target, why_cropped
 from hf_specgen.vocabulary import compare, size
 
 if TYPE_CHECKING:
