@@ -241,7 +241,8 @@ class SlotCache(Cache):
         """See `RowCache`. Buffers double when they are full."""
         self._width = width
         for recurrent, _ in self._recurrent:
-            recurrent.begin(width, in_place=width == 1 and not some_idle)
+            # What a pass broke off half-way has written in place could not be taken back from the caller's cache.
+            recurrent.begin(width, in_place=width == 1 and not some_idle and not is_users(self.prefilled))
         needed = max(self.lengths) + width
         if needed > self.capacity:
             self.capacity = max(needed, 2 * self.capacity)

@@ -253,6 +253,7 @@ class RecurrentLayer(LinearAttentionCacheLayerMixin):
         self._pending: dict[int, Tensor | None] = {}
         self._recorded: dict[str, Tensor] = {}
         self._thread: int | None = None
+        self._undecided = False
         names = self.recurrence.projections if self.recurrence else ()
         hooks = [_recording(self.mixer, name, weakref.ref(self)) for name in names]
         # They go with the layer, if nobody takes them off before.
@@ -265,8 +266,9 @@ class RecurrentLayer(LinearAttentionCacheLayerMixin):
         self.has_previous_state = dict(stock.has_previous_state)
 
     def give_back(self, stock: LinearAttentionLayer) -> None:
-        """Puts window and state into a stock layer."""
-        for mine, theirs in ((self.conv_states, stock.conv_states), (self.recurrent_states, stock.recurrent_states)):
+        """Puts window and state into a stock layer, as of the last commit."""
+        state = self._committed if self._undecided else self.recurrent_states
+        for mine, theirs in ((self.conv_states, stock.conv_states), (state, stock.recurrent_states)):
             theirs.update(_copied(mine))
 
     def record(self, name: str, output: Tensor) -> None:
@@ -278,7 +280,7 @@ class RecurrentLayer(LinearAttentionCacheLayerMixin):
     def begin(self, width: int, in_place: bool) -> None:
         """Announces a pass over `width` tokens a row; `in_place`: of one token, which every row will keep."""
         self.record_past = not in_place
-        self._pending = {}
+        self._pending, self._undecided = {}, not in_place
         if in_place:
             return
         self._thread = threading.get_ident() if width > 1 else None
@@ -313,10 +315,11 @@ class RecurrentLayer(LinearAttentionCacheLayerMixin):
         """Keeps for each row its first tokens of the pass."""
         if not self.record_past:
             return
-        self._thread = None
+        self._thread, self._undecided = None, False
         counts = kept.counts.to(self.mixer_device)
         for index, both in self._windows.items():
-            self.conv_states[index] = both[..., kept.width :] if kept.whole else _window(both, counts, kept.width)
+            part = both[..., kept.width :].contiguous() if kept.whole else _window(both, counts, kept.width)
+            self.conv_states[index] = part
         for index, before in self._committed.items():
             if before is None:
                 continue

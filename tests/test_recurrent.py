@@ -280,3 +280,32 @@ def test_passes_over_one_token_write_the_state_in_place() -> None:
         sg.enable(model).generate(**tiny.ONE.inputs(), max_new_tokens=10, do_sample=False, assistant=sg.Plain())
     assert all(in_place for in_place, _ in kept)
     assert len({pointer for _, pointer in kept}) == len(mixers(model))
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "falcon_h1", "mamba2", "lfm2"])
+@pytest.mark.parametrize("assistant", ["plain", "chain"])
+def test_a_pass_that_breaks_off_leaves_the_caller_s_cache_as_the_last_round_did(family: str, assistant: str) -> None:
+    model = sg.enable(families.build(family))
+    inputs = {**tiny.ONE.inputs(), "do_sample": False, "return_dict_in_generate": True}
+    held = model.generate(**inputs, max_new_tokens=6, assistant=sg.Plain()).cache
+    ids = torch.tensor([[*told(family, tiny.ONE)[0][: len(tiny.ONE.rows[0]) + 6], 5, 6]])
+    more = {"attention_mask": torch.ones_like(ids), "do_sample": False}
+    expected = model.generate(ids, **more, max_new_tokens=20)
+    script = sg.Plain() if assistant == "plain" else tiny.Scripted(expected.tolist(), spoiled=1 / 3)
+    passes, stats = [], sg.Stats()
+
+    def broken(*_: Any) -> None:
+        passes.append(1)
+        if len(passes) == 4:  # behind all layers, before anything is decided
+            raise ZeroDivisionError
+
+    hook = model.lm_head.register_forward_hook(broken)
+    with pytest.raises(ZeroDivisionError):
+        model.generate(ids, **more, max_new_tokens=20, cache=held, assistant=script, stats=stats)
+    hook.remove()
+    decided = ids.shape[1] + stats.tokens
+    begun = expected[:, :decided]
+    mask = torch.ones_like(begun)
+    left = expected.shape[1] - decided
+    actual = model.generate(begun, attention_mask=mask, do_sample=False, max_new_tokens=left, cache=held)
+    assert torch.equal(actual, expected)

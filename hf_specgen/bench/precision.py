@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -99,7 +100,7 @@ def compare(model: Any, inputs: dict[str, Tensor], count: Count) -> None:
 
 
 def main() -> None:
-    """Prints each first difference and a summary, then one line of JSON."""
+    """Prints each first difference, then one line of JSON; an interrupt ends the counting early."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=10_000, help="to compare in each format")
     parser.add_argument(
@@ -108,22 +109,19 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    shown = console()
-    counts = []
-    with Progress(console=shown, transient=True) as progress:
-        for dtype in arguments.dtypes:
-            model, tokenizer = smollm2.load(getattr(torch, dtype))
-            count = Count(dtype)
-            counts.append(count)
-            task, seed = progress.add_task(dtype, total=arguments.tokens), 0
+    shown, counts = console(), [Count(dtype) for dtype in arguments.dtypes]
+    with Progress(console=shown, transient=True) as progress, suppress(KeyboardInterrupt):
+        for count in counts:
+            model, tokenizer = smollm2.load(getattr(torch, count.dtype))
+            task, seed = progress.add_task(count.dtype, total=arguments.tokens), 0
             while count.tokens < arguments.tokens:
                 before = len(count.differences)
                 compare(model, prompts(sg.enable(model), tokenizer, seed), count)
                 for difference in count.differences[before:]:
-                    shown.print(f"{dtype}, seed {seed}: {difference.told(tokenizer)}", highlight=False)
+                    shown.print(f"{count.dtype}, seed {seed}: {difference.told(tokenizer)}", highlight=False)
                 seed += 1
                 progress.update(task, completed=min(count.tokens, arguments.tokens))
-    print(json.dumps({"precision": [count.told() for count in counts], "machine": machine()}))
+    print(json.dumps({"precision": [count.told() for count in counts if count.tokens], "machine": machine()}))
 
 
 if __name__ == "__main__":
