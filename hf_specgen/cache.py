@@ -111,6 +111,8 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self.slots = slots
         self.window = window
         self.is_sliding = window is not None
+        # The slot in the first place of the buffers: those before it have slid out of sight.
+        self.base = 0
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Called for a layer that the prompt's pass did not fill, which cannot happen."""
@@ -123,10 +125,31 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Writes a pass's keys and values behind each row's committed ones; returns the slots in use."""
-        self.slots.write(self.keys, key_states)
-        self.slots.write(self.values, value_states)
-        seen = slice(*self.slots.span(key_states.shape[-2], self.window))
+        self.slots.write(self.keys, key_states, self.base)
+        self.slots.write(self.values, value_states, self.base)
+        first, last = self.slots.span(key_states.shape[-2], self.window)
+        seen = slice(first - self.base, last - self.base)
         return self.keys[:, :, seen], self.values[:, :, seen]
+
+    def make_room(self, needed: int, oldest: int, newest: int) -> None:
+        """Grows the buffers by doubling, or where this layer slides drops what no later token can see.
+
+        Args:
+            needed: slots that the next pass takes, from the first one on.
+            oldest: the shortest row may go back to this length.
+            newest: committed tokens of the longest row.
+        """
+        if needed - self.base <= self.keys.shape[2]:
+            return
+        base = self.base
+        if self.window is not None:
+            self.base = max(base, oldest - self.window + 1)
+        # Twice what is needed, so that a token is moved about once in the time that it is seen.
+        capacity = max(self.keys.shape[2], 2 * (needed - self.base) if self.window is not None else 0)
+        while capacity < needed - self.base:
+            capacity *= 2
+        held = slice(self.base - base, newest - base)
+        self.hold(_moved(self.keys, held, capacity), _moved(self.values, held, capacity))
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Length and offset of the keys that `update` will return."""
@@ -201,6 +224,7 @@ class SlotCache(Cache):
         self._maskless = set(kinds).difference(self.windows) if self._recurrent else set()
         self._width = 1
         self._marks: list[Snapshot] = []
+        self._marked: list[int] | None = None
         self._filled: list[tuple[SlotLayer, Any]] = [
             (mine, theirs)
             for mine, theirs in zip(layers, prefilled.layers, strict=True)
@@ -209,7 +233,6 @@ class SlotCache(Cache):
         self._index: Tensor | None = None
         # The last prompt token is the first root: it is in the buffers already and counts from the first commit on.
         self.lengths = [columns - pad - 1 for pad in self.padding]
-        self.capacity = max(SMALLEST_CAPACITY, 2 * columns)
         for slot_layer, layer in self._filled:
             # A sliding layer kept only the columns that later tokens can still see.
             first = columns - layer.keys.shape[-2]
@@ -218,7 +241,9 @@ class SlotCache(Cache):
                     f"the prompt's pass left {layer.keys.shape[-2]} tokens in the cache for a prompt of {columns}: "
                     "the model keeps something without ids there, which assistant= does not take"
                 )
-            slot_layer.hold(self._rolled(layer.keys, first), self._rolled(layer.values, first))
+            if slot_layer.window is not None:
+                slot_layer.base = max(0, first - max(self.padding))
+            slot_layer.hold(*(self._rolled(states, first, slot_layer.base) for states in (layer.keys, layer.values)))
             layer.keys = layer.values = None
 
     @property
@@ -226,14 +251,19 @@ class SlotCache(Cache):
         """This very object."""
         return self
 
-    def _rolled(self, states: Tensor, first: int) -> Tensor:
-        """A buffer with each row's states moved to the start; `first` is the column of `states[..., 0, :]`."""
+    @property
+    def least(self) -> int:
+        """No row may be shorter than this: what it would see has slid out of sight."""
+        return max((layer.base + layer.window for layer, _ in self._filled if layer.window is not None), default=0)
+
+    def _rolled(self, states: Tensor, first: int, base: int) -> Tensor:
+        """A buffer from slot `base` on with each row's states, of which `states[..., 0, :]` are in column `first`."""
         batch, heads, columns, dim = states.shape
         # Zeros and not merely empty: a masked slot is multiplied by 0, and 0 times a stray NaN is NaN.
-        buffer = states.new_zeros((batch, heads, self.capacity, dim))
+        buffer = states.new_zeros((batch, heads, max(SMALLEST_CAPACITY, 2 * (first + columns - base)), dim))
         for row, pad in enumerate(self.padding):
             skip = max(0, pad - first)
-            start = first + skip - pad
+            start = first + skip - pad - base
             buffer[row, :, start : start + columns - skip] = states[row, :, skip:]
         return buffer
 
@@ -243,22 +273,14 @@ class SlotCache(Cache):
         for recurrent, _ in self._recurrent:
             # What a pass broke off half-way has written in place could not be taken back from the caller's cache.
             recurrent.begin(width, in_place=width == 1 and not some_idle and not is_users(self.prefilled))
-        needed = max(self.lengths) + width
-        if needed > self.capacity:
-            self.capacity = max(needed, 2 * self.capacity)
-            for layer, _ in self._filled:
-                layer.hold(self._grown(layer.keys), self._grown(layer.values))
+        newest, oldest = max(self.lengths), min(self._marked or self.lengths) - 1
+        for layer, _ in self._filled:
+            layer.make_room(newest + width, oldest, newest)
         if self._level():
             self._index = None
         else:
             starts = torch.tensor(self.lengths, device=self._device()).view(-1, 1, 1, 1)
             self._index = starts + torch.arange(width, device=self._device()).view(1, 1, -1, 1)
-
-    def _grown(self, buffer: Tensor) -> Tensor:
-        batch, heads, old, dim = buffer.shape
-        grown = buffer.new_zeros((batch, heads, self.capacity, dim))
-        grown[:, :, :old] = buffer
-        return grown
 
     def _device(self) -> torch.device:
         if self._filled:
@@ -269,13 +291,13 @@ class SlotCache(Cache):
     def _level(self) -> bool:
         return min(self.lengths) == max(self.lengths)
 
-    def write(self, buffer: Tensor, states: Tensor) -> None:
-        """Puts `states` `(batch, heads, width, dim)` behind each row's committed slots."""
+    def write(self, buffer: Tensor, states: Tensor, base: int) -> None:
+        """Puts `states` `(batch, heads, width, dim)` behind each row's committed slots; `base`: the buffer's first."""
         if self._index is None:
-            start = self.lengths[0]
+            start = self.lengths[0] - base
             buffer[:, :, start : start + states.shape[-2]] = states
         else:
-            buffer.scatter_(2, self._index.to(buffer.device).expand_as(states), states)
+            buffer.scatter_(2, (self._index - base).to(buffer.device).expand_as(states), states)
 
     def span(self, width: int, window: int | None) -> tuple[int, int]:
         """First and last slot (exclusive) that a pass over `width` tokens a row can see in a layer of that window."""
@@ -345,8 +367,8 @@ class SlotCache(Cache):
                 source = torch.tensor(path, device=self._device()) + (start - 1)
                 for layer, _ in self._filled:
                     for buffer in (layer.keys, layer.values):
-                        rows = buffer[row]
-                        rows[:, start : start + len(path)] = rows.index_select(1, source.to(buffer.device))
+                        rows, to = buffer[row], start - layer.base
+                        rows[:, to : to + len(path)] = rows.index_select(1, source.to(buffer.device) - layer.base)
             self.lengths[row] = start + len(path)
 
     def _commit_recurrent(self, paths: Sequence[Sequence[int] | None]) -> None:
@@ -358,6 +380,7 @@ class SlotCache(Cache):
 
     def mark(self) -> None:
         """See `RowCache`. Without recurrent layers there is nothing to remember."""
+        self._marked = list(self.lengths)
         self._marks = [layer.snapshot() for layer, _ in self._recurrent]
 
     def rewind(self, lengths: Sequence[int]) -> None:
@@ -371,22 +394,23 @@ class SlotCache(Cache):
         columns = max(pad + length for pad, length in zip(self.padding, self.lengths, strict=True))
         for slot_layer, layer in self._filled:
             first = 0 if slot_layer.window is None else max(0, columns - slot_layer.window + 1)
-            layer.keys = self._unrolled(slot_layer.keys, first, columns)
-            layer.values = self._unrolled(slot_layer.values, first, columns)
+            layer.keys = self._unrolled(slot_layer.keys, slice(first, columns), slot_layer.base)
+            layer.values = self._unrolled(slot_layer.values, slice(first, columns), slot_layer.base)
             if slot_layer.window is not None:
                 layer.cumulative_length = columns
         for recurrent, layer in self._recurrent:
             recurrent.give_back(layer)
         return self.prefilled
 
-    def _unrolled(self, buffer: Tensor, first: int, columns: int) -> Tensor:
+    def _unrolled(self, buffer: Tensor, columns: slice, base: int) -> Tensor:
         batch, heads, _, dim = buffer.shape
-        states = buffer.new_zeros((batch, heads, columns - first, dim))
+        first = columns.start
+        states = buffer.new_zeros((batch, heads, columns.stop - first, dim))
         for row, (pad, length) in enumerate(zip(self.padding, self.lengths, strict=True)):
             # A row that ended long before the others may lie before the window altogether.
             skip = min(max(first, pad), pad + length)
             if skip >= first:
-                states[row, :, skip - first : pad + length - first] = buffer[row, :, skip - pad : length]
+                states[row, :, skip - first : pad + length - first] = buffer[row, :, skip - pad - base : length - base]
         return states
 
     def release(self) -> Cache:
@@ -486,6 +510,17 @@ class CropCache:
             self.recording = False
 
 
+def _moved(buffer: Tensor, held: slice, capacity: int) -> Tensor:
+    """The places `held` of a buffer at the start of one of `capacity`; of the same one where its size stays."""
+    kept = buffer[:, :, held]
+    if capacity == buffer.shape[2]:
+        buffer[:, :, : kept.shape[2]] = kept.clone()
+        return buffer
+    moved = buffer.new_zeros((*buffer.shape[:2], capacity, buffer.shape[3]))
+    moved[:, :, : kept.shape[2]] = kept
+    return moved
+
+
 def is_users(cache: Cache | None) -> bool:
     """Whether the caller of `generate` passed this cache in (transformers marks it)."""
     return getattr(cache, "_is_user_defined", False)
@@ -531,10 +566,12 @@ def why_not_croppable(cache: Cache) -> str | None:
 
 
 def croppable_instead(cache: Cache) -> str:
-    """What to use in the place of a cache that cannot be cropped, as the end of a sentence; empty if there is none."""
+    """What to do about a cache that cannot be cropped, as the end of a sentence."""
     if isinstance(_growing(cache), QuantizedCache):
-        return "; it can from one with cache_config={'backend': 'fp8'}, which never quantizes anew what it holds"
-    return "; leave cache_implementation= out or pass a DynamicCache" if is_static(cache) else ""
+        return "they can from one with cache_config={'backend': 'fp8'}, which never quantizes anew what it holds"
+    if is_static(cache) and not has_recurrent(cache):
+        return "leave cache_implementation= out or pass a DynamicCache"
+    return "generate without assistant="
 
 
 def offloads(cache: Cache | None) -> bool:

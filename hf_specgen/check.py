@@ -123,14 +123,20 @@ def check(
         model: the target, enabled or not, or a wrapper around one.
         assistant: as for `generate`. None looks at the target alone.
         probe: measure on the model that passes over several cached tokens give what passes over one give, which takes
-            about a hundred short passes; see `Probe`. It looks at the prompts in `input_ids=`, or at random ones.
+            about a hundred passes (minutes for a model of 135M on a CPU); see `Probe`. It looks at the prompts in
+            `input_ids=`, or at random ones.
         batch: rows, where no prompt is given; 1 by default.
         **kwargs: anything else that `generate` takes: `max_new_tokens`, `cache_implementation`, `acceptance`,
             `tokenizer`, `input_ids` and so on.
 
     Returns:
         A report; a call that `generate` refuses is one with `ok=False`.
+
+    Raises:
+        ValueError: `model` is not a loaded model.
     """
+    if not isinstance(model, torch.nn.Module):
+        raise ValueError(f"model={model!r} is not a loaded model; `hf-specgen check` takes a path or hub id")
     asked = {**kwargs, "assistant": Plain() if assistant is None else assistant}
     report = Report(
         model=_named(model), assistant="none: the target alone" if assistant is None else _called(assistant)

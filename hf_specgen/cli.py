@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
@@ -68,7 +69,10 @@ def parse_assistant(assistant: str) -> Any:
     if assistant == "plain":
         return sg.Plain()
     if assistant.startswith("{"):
-        return json.loads(assistant)
+        try:
+            return json.loads(assistant)
+        except json.JSONDecodeError as error:
+            raise typer.BadParameter(f"--assistant {assistant!r} is not JSON: {error}") from error
     return {"method": "draft_model", "model": assistant}
 
 
@@ -85,12 +89,13 @@ def generate(
     ] = None,
 ) -> None:
     """Streams a completion; what was drafted and accepted is green. Counts go to standard error."""
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    target: Any = AutoModelForCausalLM.from_pretrained(model, dtype="auto")
+    with _told():
+        tokenizer = AutoTokenizer.from_pretrained(model)
+        target: Any = AutoModelForCausalLM.from_pretrained(model, dtype="auto")
     target = sg.enable(target.to("cuda" if torch.cuda.is_available() else "cpu").eval())
     inputs = encode(tokenizer, sys.stdin.read() if prompt == "-" else prompt, raw).to(target.device)
     stats = sg.Stats()
-    try:
+    with _told():
         steps = sg.stream(
             target,
             **inputs,
@@ -100,8 +105,6 @@ def generate(
             tokenizer=tokenizer,
             **dict(map(_setting, settings or [])),
         )
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
     for piece, drafted in pieces(steps, tokenizer):
         typer.secho(piece, fg=DRAFTED if drafted else None, nl=False)
     typer.echo()
@@ -113,27 +116,40 @@ def check(
     model: Annotated[str, typer.Argument(help="Path or hub id of the target.")],
     assistant: Annotated[str | None, typer.Option(help='"ngram", "plain", a model, or a config in JSON.')] = None,
     batch: Annotated[int, typer.Option(min=1, help="Rows.")] = 1,
-    probe: Annotated[bool, typer.Option("--probe", help="Compare passes over several cached tokens with one.")] = False,
+    probe: Annotated[
+        bool, typer.Option("--probe", help="Compare passes over several cached tokens with one; minutes on a CPU.")
+    ] = False,
     settings: Annotated[
         list[str] | None, typer.Option("--set", help="name=value for generate, e.g. --set max_new_tokens=500")
     ] = None,
 ) -> None:
     """Says what a call will use, and what is refused, before it runs. Exits with 1 if it is refused."""
-    config = AutoConfig.from_pretrained(model)
-    kind = getattr(transformers, (config.architectures or [""])[0], AutoModelForCausalLM)
-    target: Any = kind.from_pretrained(model, dtype="auto")
+    with _told():
+        config = AutoConfig.from_pretrained(model)
+        kind = getattr(transformers, (config.architectures or [""])[0], AutoModelForCausalLM)
+        target: Any = kind.from_pretrained(model, dtype="auto")
     drafts = None if assistant is None else parse_assistant(assistant)
-    report = sg.check(
-        target.to("cuda" if torch.cuda.is_available() else "cpu").eval(),
-        drafts,
-        probe=probe,
-        batch=batch,
-        tokenizer=_tokenizer(model),
-        assistant_tokenizer=_tokenizer(drafts.get("model")) if isinstance(drafts, dict) else None,
-        **dict(map(_setting, settings or [])),
-    )
+    with _told():
+        report = sg.check(
+            target.to("cuda" if torch.cuda.is_available() else "cpu").eval(),
+            drafts,
+            probe=probe,
+            batch=batch,
+            tokenizer=_tokenizer(model),
+            assistant_tokenizer=_tokenizer(drafts.get("model")) if isinstance(drafts, dict) else None,
+            **dict(map(_setting, settings or [])),
+        )
     typer.echo(str(report))
     raise typer.Exit(0 if report.ok else 1)
+
+
+@contextmanager
+def _told() -> Iterator[None]:
+    """Turns what cannot be loaded or is refused into one message."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        raise typer.BadParameter(str(error)) from error
 
 
 def _tokenizer(model: Any) -> PreTrainedTokenizerBase | None:

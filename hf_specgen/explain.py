@@ -9,6 +9,7 @@ make, and how far those are apart at that very place is the measure of a near-ti
 from __future__ import annotations
 
 import copy
+import html
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -124,6 +125,10 @@ class Explanation:
         if self.near_tie is None:
             return "nothing can be told from the scores"
         return "near-tie" if self.near_tie else "not a near-tie: this is a bug or another setting, please report"
+
+    def _repr_html_(self) -> str:
+        """For notebooks."""
+        return f"<pre>{html.escape(str(self))}</pre>"
 
     def __str__(self) -> str:
         """The verdict, then row by row."""

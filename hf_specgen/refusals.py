@@ -10,6 +10,7 @@ from transformers.generation.configuration_utils import GenerationMode
 from hf_specgen.cache import (
     croppable_instead,
     filled,
+    has_recurrent,
     is_pair,
     is_static,
     is_users,
@@ -60,9 +61,11 @@ def refuse(model: PreTrainedModel, prompt: Prompt, max_length: int) -> None:
         raise ValueError(f"{type(model).__name__} keeps its state in no transformers cache and cannot be rolled back")
     reason = why_cropped(model, prompt)
     if reason is not None and (stuck := why_not_croppable(cache)) is not None:
+        raise ValueError(f"rejected tokens cannot be removed from a {stuck}: {reason}; {croppable_instead(cache)}")
+    if has_recurrent(cache) and prompt.padding() is None:
         raise ValueError(
-            f"rejected tokens cannot be removed from a {stuck}, so assistant= cannot use it: {reason}"
-            f"{croppable_instead(cache)}"
+            f"{type(model).__name__} keeps a state that runs over padding in the middle of a row, with assistant= and "
+            "without: go on row by row, or pass the conversation anew"
         )
     if reason is not None and getattr(model.config.get_text_config(decoder=True), "cross_attention_layers", None):
         raise ValueError(

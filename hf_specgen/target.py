@@ -275,7 +275,8 @@ class Target:
             self.cache = SlotCache(outputs.cache, self.model, padding, ids.shape[1])
             # Stock's ids go on with padding where a row has ended.
             pairs = zip(self.cache.lengths, lengths, idle, strict=True)
-            self.cache.lengths = [old if ended else new for new, old, ended in pairs]
+            least = self.cache.least
+            self.cache.lengths = [max(old, least) if ended else new for new, old, ended in pairs]
         else:
             self.cache = CropCache(outputs.cache, mask, batch)
         self._before_switch, self._rebuilt = False, True
@@ -286,8 +287,9 @@ class Target:
     def _positions(self, draft: Draft, idle: Sequence[bool], at: int | None = None) -> Tensor:
         """Position ids of a pass: those of the roots, and by depth of the nodes."""
         lengths = self.cache.lengths
-        if any(idle):
+        if any(idle) and self.slots:
             # The last token of a row that has ended may lie beyond the model's last position; one before does not.
+            # A CropCache keeps it, at the position where stock does.
             lengths = [max(0, length - ended) for length, ended in zip(lengths, idle, strict=True)]
         if len(lengths) == 1 and not self._shifted and lengths[0] < len(self._counted):
             roots = self._counted[lengths[0]]  # a view costs a third of a new tensor

@@ -15,7 +15,7 @@ from transformers import Cache, PreTrainedModel, StaticCache
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 import hf_specgen as sg
-from hf_specgen.cache import CropCache, SlotCache, SlotLayer
+from hf_specgen.cache import SMALLEST_CAPACITY, CropCache, SlotCache, SlotLayer
 from hf_specgen.draft import Draft
 from hf_specgen.prompt import prompt_of
 from hf_specgen.target import Target
@@ -199,7 +199,7 @@ def test_buffers_grow_by_doubling(monkeypatch):
 
     def noted(self: SlotCache, width: int, some_idle: bool) -> None:
         begin(self, width, some_idle)
-        seen.append((self.capacity, self.layers[0].keys.untyped_storage().data_ptr()))
+        seen.append((self.layers[0].keys.shape[2], self.layers[0].keys.untyped_storage().data_ptr()))
 
     monkeypatch.setattr(SlotCache, "begin", noted)
     model = sg.enable(tiny.llama())
@@ -213,7 +213,7 @@ def test_a_pass_wider_than_the_double_fits():
     target, cache = started(tiny.llama(), [[5]])
     tokens = torch.arange(3, 83).repeat(1, 3)
     logits = verify(target, [4], Draft.chain(tokens, [240]))
-    assert cache.capacity >= 242
+    assert cache.layers[0].keys.shape[2] >= 242
     assert_close(logits[0, -1], alone(tiny.llama(), [5, 4, *tokens[0].tolist()]))
 
 
@@ -350,3 +350,23 @@ def test_a_sliding_cache_that_was_passed_in_holds_its_window_and_can_be_used_on(
     extra = {} if goes_on == "stock" else {"assistant": Scripted(known)}
     whole = model.generate(half.sequences, cache=cache, **extra, do_sample=False, max_new_tokens=NEW)
     assert tiny.texts(prompt, whole) == (known[0][: prompt.columns + 2 * NEW],)
+
+
+@pytest.mark.parametrize("shape", ["chain", "tree"])
+@pytest.mark.parametrize("prompt", [tiny.Prompt.random((300, 1)), tiny.Prompt.random((150, 1), (9, 2), (80, 3))])
+def test_sliding_layers_hold_no_more_than_can_still_be_seen(shape: str, prompt: tiny.Prompt, monkeypatch) -> None:
+    """A window of 8 in a text of hundreds: the buffers stay small, and what they hand out is right."""
+    held: list[int] = []
+    begin = SlotCache.begin
+
+    def noted(self: SlotCache, width: int, some_idle: bool) -> None:
+        begin(self, width, some_idle)
+        spread = max(self.lengths) - min(self.lengths)
+        held.append(self.layers[0].keys.shape[2] - 2 * spread)
+
+    model = tiny.mistral()
+    wanted = run(model, prompt, max_new_tokens=220)
+    monkeypatch.setattr(SlotCache, "begin", noted)
+    script = tiny.Scripted(run(tiny.mistral(), prompt, max_new_tokens=230), shape)
+    assert run(sg.enable(model), prompt, assistant=script, max_new_tokens=220) == wanted
+    assert max(held) <= 2 * SMALLEST_CAPACITY
