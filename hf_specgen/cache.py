@@ -571,7 +571,7 @@ def croppable_instead(cache: Cache) -> str:
         return "they can from one with cache_config={'backend': 'fp8'}, which never quantizes anew what it holds"
     if is_static(cache) and not has_recurrent(cache):
         return "leave cache_implementation= out or pass a DynamicCache"
-    return "generate without assistant="
+    return f"{'leave cache_implementation= out or ' if is_static(cache) else ''}generate without assistant="
 
 
 def offloads(cache: Cache | None) -> bool:

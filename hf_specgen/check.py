@@ -133,10 +133,11 @@ def check(
         A report; a call that `generate` refuses is one with `ok=False`.
 
     Raises:
-        ValueError: `model` is not a loaded model.
+        ValueError: `model` is not a loaded model, or batch and `input_ids` are not what they can be.
     """
     if not isinstance(model, torch.nn.Module):
         raise ValueError(f"model={model!r} is not a loaded model; `hf-specgen check` takes a path or hub id")
+    _refuse_question(batch, kwargs.get("input_ids"))
     asked = {**kwargs, "assistant": Plain() if assistant is None else assistant}
     report = Report(
         model=_named(model), assistant="none: the target alone" if assistant is None else _called(assistant)
@@ -159,6 +160,18 @@ def check(
         found = _probed(model, kwargs)
         report = replace(report, probe=found, ok=report.ok and found.ok)
     return report
+
+
+def _refuse_question(batch: int | None, ids: Any) -> None:
+    """Raises ValueError for what no call could be made of."""
+    if batch is not None and batch < 1:
+        raise ValueError(f"batch={batch} is no number of rows")
+    if ids is None:
+        return
+    if not isinstance(ids, Tensor) or ids.ndim != 2:
+        raise ValueError("input_ids must be a tensor of shape (batch, length), as a tokenizer returns it")
+    if batch is not None and batch != ids.shape[0]:
+        raise ValueError(f"batch={batch} and input_ids of {ids.shape[0]} rows contradict each other")
 
 
 def _attempt(model: torch.nn.Module, batch: int | None, kwargs: dict[str, Any]) -> tuple[Prepared | None, str | None]:

@@ -255,7 +255,8 @@ class RecurrentLayer(LinearAttentionCacheLayerMixin):
         self._thread: int | None = None
         self._undecided = False
         names = self.recurrence.projections if self.recurrence else ()
-        hooks = [_recording(self.mixer, name, weakref.ref(self)) for name in names]
+        hand_over = [(name, _HandOver(name, weakref.ref(self))) for name in names]
+        hooks = [getattr(mixer, name).register_forward_hook(hook) for name, hook in hand_over]
         # They go with the layer, if nobody takes them off before.
         self.close = weakref.finalize(self, _remove, hooks)
 
@@ -357,16 +358,25 @@ class RecurrentLayer(LinearAttentionCacheLayerMixin):
         self.conv_states, self.recurrent_states = snapshot
 
 
-def _recording(mixer: Any, name: str, layer: weakref.ref[RecurrentLayer]) -> RemovableHandle:
-    """A hook that hands a projection's outputs to a layer."""
+class _HandOver:
+    """A forward hook that hands a projection's outputs to a layer; its copy, in a copied model, hands over nothing.
 
-    def hand_over(module: nn.Module, args: Any, output: Tensor) -> None:
-        held = layer()
+    Args:
+        name: of the projection.
+        layer: weak, since the hook lies on the user's model.
+    """
+
+    def __init__(self, name: str, layer: weakref.ref[RecurrentLayer] | None = None) -> None:
+        self.name = name
+        self.layer = layer
+
+    def __call__(self, module: nn.Module, args: Any, output: Tensor) -> None:
+        held = None if self.layer is None else self.layer()
         if held is not None:
-            held.record(name, output)
+            held.record(self.name, output)
 
-    handle: RemovableHandle = getattr(mixer, name).register_forward_hook(hand_over)
-    return handle
+    def __reduce__(self) -> tuple[type[_HandOver], tuple[str]]:
+        return _HandOver, (self.name,)
 
 
 def _remove(hooks: list[RemovableHandle]) -> None:

@@ -394,3 +394,22 @@ def test_windows_that_were_not_reached_are_told():
     report = sg.check(tiny.mistral(window=200), probe=True)
     assert report.probe.remarks == ("the window of 200 tokens was not reached: pass longer input_ids=",)
     assert "window of 200 tokens" in str(report)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"batch": 0}, "batch=0 is no number of rows"),
+        ({"input_ids": "hello"}, "input_ids must be a tensor of shape"),
+        ({"input_ids": torch.tensor([1, 2])}, "input_ids must be a tensor of shape"),
+        ({"input_ids": torch.ones((2, 4), dtype=torch.long), "batch": 3}, "batch=3 and input_ids of 2 rows"),
+    ],
+)
+def test_a_question_that_makes_no_sense_is_an_error(kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        sg.check(tiny.llama(), **kwargs)
+
+
+def test_a_name_is_no_model():
+    with pytest.raises(ValueError, match="model='gpt2' is not a loaded model"):
+        sg.check("gpt2")

@@ -42,7 +42,7 @@ def test_the_command_line_needs_the_core_install_only() -> None:
     tree = ast.parse(Path(cli.__file__).read_text(encoding="utf-8"))
     names = [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
     names += [node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
-    allowed = {"__future__", "collections", "dataclasses", "json", "sys", "typing"}
+    allowed = {"__future__", "collections", "contextlib", "dataclasses", "json", "sys", "typing"}
     assert {name.split(".")[0] for name in names} <= allowed | {"torch", "transformers", "typer", "hf_specgen"}
 
 
@@ -129,3 +129,19 @@ def test_a_check_takes_every_kind_of_model_and_one_without_a_tokenizer(tmp_path:
     result = checked(str(tmp_path), "--assistant", "plain")
     assert result.exit_code == 0, result.output
     assert "T5ForConditionalGeneration (t5)" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["check", "no/such/folder"], "no/such/folder"),
+        (["check", "FOLDER", "--assistant", "no/such/drafter"], "no/such/drafter"),
+        (["check", "FOLDER", "--assistant", "{bad"], "is not JSON"),
+        (["generate", "hello", "--model", "no/such/folder"], "no/such/folder"),
+    ],
+)
+def test_what_cannot_be_loaded_is_told_without_a_traceback(folder: Path, arguments: list[str], message: str) -> None:
+    result = CliRunner().invoke(cli.app, [str(folder) if one == "FOLDER" else one for one in arguments])
+    assert result.exit_code == 2
+    assert message in "".join(result.output.split()) or message in result.output
+    assert "Traceback" not in result.output

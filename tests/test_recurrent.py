@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
+import pickle
 import threading
 from typing import Any
 
@@ -215,6 +217,19 @@ def test_hooks_live_as_long_as_the_call() -> None:
     with pytest.raises(ZeroDivisionError):
         model.generate(**tiny.ONE.inputs(), max_new_tokens=20, assistant=Broken(told("qwen3_5_text", tiny.ONE)))
     assert hooks(model) == before
+
+
+def test_a_model_can_be_copied_while_it_decodes() -> None:
+    model = sg.enable(families.build("qwen3_5_text"))
+    kwargs = {**tiny.ONE.inputs(), "max_new_tokens": 20, "do_sample": False}
+    expected = model.generate(**kwargs)
+    steps = sg.stream(model, **kwargs, assistant=tiny.Scripted(told("qwen3_5_text", tiny.ONE)))
+    next(steps)
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        script = tiny.Scripted(told("qwen3_5_text", tiny.ONE), spoiled=1 / 3)
+        assert torch.equal(copied.generate(**kwargs, assistant=script), expected)
+    rest = [token for step in steps for token in step.tokens[0]]
+    assert rest == expected[0, tiny.ONE.columns + 1 :].tolist()
 
 
 def test_two_threads_share_one_recurrent_model() -> None:
