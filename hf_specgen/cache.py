@@ -225,6 +225,8 @@ class SlotCache(Cache):
         self._width = 1
         self._marks: list[Snapshot] = []
         self._marked: list[int] | None = None
+        # Where the buffers of each window begin; layers of one window slide together.
+        self._bases: dict[int | None, int] = {}
         self._filled: list[tuple[SlotLayer, Any]] = [
             (mine, theirs)
             for mine, theirs in zip(layers, prefilled.layers, strict=True)
@@ -243,6 +245,7 @@ class SlotCache(Cache):
                 )
             if slot_layer.window is not None:
                 slot_layer.base = max(0, first - max(self.padding))
+            self._bases[slot_layer.window] = slot_layer.base
             slot_layer.hold(*(self._rolled(states, first, slot_layer.base) for states in (layer.keys, layer.values)))
             layer.keys = layer.values = None
 
@@ -276,6 +279,7 @@ class SlotCache(Cache):
         newest, oldest = max(self.lengths), min(self._marked or self.lengths) - 1
         for layer, _ in self._filled:
             layer.make_room(newest + width, oldest, newest)
+            self._bases[layer.window] = layer.base
         if self._level():
             self._index = None
         else:
@@ -301,7 +305,8 @@ class SlotCache(Cache):
 
     def span(self, width: int, window: int | None) -> tuple[int, int]:
         """First and last slot (exclusive) that a pass over `width` tokens a row can see in a layer of that window."""
-        first = 0 if window is None else max(0, min(self.lengths) - window + 1)
+        # A drafter may feed the prompt's last token again, whose farthest neighbour stock's layer did not keep.
+        first = 0 if window is None else max(self._bases.get(window, 0), min(self.lengths) - window + 1)
         return first, max(self.lengths) + width
 
     def mask(self, draft: Draft, dtype: torch.dtype) -> Mask:

@@ -215,7 +215,7 @@ def test_an_offloaded_cache_is_exact_on_a_gpu(name, rows):
 @pytest.mark.parametrize("given", ["by name", "as an object", "by the model's defaults"])
 def test_a_cache_that_quantizes_anew_what_it_holds_is_refused(given):
     """Its text depends on which tokens came together: 128 of them wait and are then stored together with the rest."""
-    message = "QuantizedCache with QuantoQuantizedLayer.*it can from one with cache_config={'backend': 'fp8'}"
+    message = "QuantizedCache with QuantoQuantizedLayer.*they can from one with cache_config={'backend': 'fp8'}"
     model = target()
     if given == "as an object":
         refused(message, cache=QuantizedCache("quanto", model.config))
