@@ -441,3 +441,21 @@ def test_chunks_may_come_from_a_generation_config():
         answer = target().generate(**ONE.inputs(), generation_config=config, assistant=sg.PromptLookup())
     assert widths[:4] == [4, 4, 4, 2]
     assert tuple(answer[0].tolist()) == truth("llama", ONE)[0][: ONE.columns + NEW]
+
+
+@pytest.mark.parametrize("assistant", [sg.Plain(), sg.PromptLookup(min_ngram=1)], ids=["plain", "lookup"])
+def test_a_row_that_ended_early_lies_in_the_caller_s_cache_where_stock_puts_it(assistant):
+    """Its last token too, so that one can go on from there with the padding masked."""
+    model, prompt = target(), Prompt.random((9, 0), (9, 50))
+    inputs, ended = prompt.inputs(), prompt.columns + 5
+    eos = int(model.generate(**inputs, do_sample=False, max_new_tokens=20)[0, ended])
+    caches = []
+    for which in (None, assistant):
+        caches.append(DynamicCache(config=model.config))
+        kwargs = {"do_sample": False, "cache": caches[-1], **({} if which is None else {"assistant": which})}
+        ids = model.generate(**inputs, max_new_tokens=20, eos_token_id=eos, **kwargs)
+        assert ids[0, ended] == eos
+        assert ids.shape[1] > ended + 2
+    for theirs, ours in zip(caches[0].layers, caches[1].layers, strict=True):
+        torch.testing.assert_close(ours.keys[0, :, : ended + 1], theirs.keys[0, :, : ended + 1])
+        torch.testing.assert_close(ours.keys[1], theirs.keys[1])
