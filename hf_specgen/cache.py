@@ -8,9 +8,10 @@ The invariant, after every `commit`, for every row: the cache holds every decide
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -225,8 +226,10 @@ class SlotCache(Cache):
         self._width = 1
         self._marks: list[Snapshot] = []
         self._marked: list[int] | None = None
-        # Where the buffers of each window begin; layers of one window slide together.
+        # Where the buffers of each window begin, since layers of one window slide together; and the first slot that
+        # some buffer lacks, so that passes which fit do not ask every layer.
         self._bases: dict[int | None, int] = {}
+        self._end = 0
         self._filled: list[tuple[SlotLayer, Any]] = [
             (mine, theirs)
             for mine, theirs in zip(layers, prefilled.layers, strict=True)
@@ -245,9 +248,9 @@ class SlotCache(Cache):
                 )
             if slot_layer.window is not None:
                 slot_layer.base = max(0, first - max(self.padding))
-            self._bases[slot_layer.window] = slot_layer.base
             slot_layer.hold(*(self._rolled(states, first, slot_layer.base) for states in (layer.keys, layer.values)))
             layer.keys = layer.values = None
+        self._find_ends()
 
     @property
     def model_cache(self) -> Cache:
@@ -276,21 +279,24 @@ class SlotCache(Cache):
         for recurrent, _ in self._recurrent:
             # What a pass broke off half-way has written in place could not be taken back from the caller's cache.
             recurrent.begin(width, in_place=width == 1 and not some_idle and not is_users(self.prefilled))
-        newest, oldest = max(self.lengths), min(self._marked or self.lengths) - 1
-        for layer, _ in self._filled:
-            layer.make_room(newest + width, oldest, newest)
-            self._bases[layer.window] = layer.base
+        newest = max(self.lengths)
+        if newest + width > self._end:
+            oldest = min(self._marked or self.lengths) - 1
+            for layer, _ in self._filled:
+                layer.make_room(newest + width, oldest, newest)
+            self._find_ends()
         if self._level():
             self._index = None
         else:
             starts = torch.tensor(self.lengths, device=self._device()).view(-1, 1, 1, 1)
             self._index = starts + torch.arange(width, device=self._device()).view(1, 1, -1, 1)
 
+    def _find_ends(self) -> None:
+        self._bases = {layer.window: layer.base for layer, _ in self._filled}
+        self._end = min((layer.base + layer.keys.shape[2] for layer, _ in self._filled), default=sys.maxsize)
+
     def _device(self) -> torch.device:
-        if self._filled:
-            return self._filled[0][0].keys.device
-        state: Any = self._recurrent[0][0].conv_states[0]
-        return cast(torch.device, state.device)
+        return self._filled[0][0].keys.device if self._filled else self._recurrent[0][0].mixer_device
 
     def _level(self) -> bool:
         return min(self.lengths) == max(self.lengths)
@@ -384,7 +390,7 @@ class SlotCache(Cache):
             layer.commit(kept)
 
     def mark(self) -> None:
-        """See `RowCache`. Without recurrent layers there is nothing to remember."""
+        """See `RowCache`. Sliding layers keep what those lengths see, recurrent ones a copy of their states."""
         self._marked = list(self.lengths)
         self._marks = [layer.snapshot() for layer, _ in self._recurrent]
 

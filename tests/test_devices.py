@@ -42,10 +42,7 @@ def shortened(texts: tuple[tuple[int, ...], ...], prompt: Prompt) -> tuple[tuple
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny Llama and a sibling, as checkpoints."""
-    path = tmp_path_factory.mktemp("devices")
-    tiny.llama().save_pretrained(path / "llama")
-    tiny.sibling(tiny.llama()).save_pretrained(path / "sibling")
-    return path
+    return tiny.checkpoints(tmp_path_factory.mktemp("devices"))
 
 
 def mapped(folder: Path, name: str, last_layer: str = "disk", head: str = "cpu") -> PreTrainedModel:

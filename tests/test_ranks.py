@@ -94,10 +94,7 @@ def run(job: Callable[..., Any], *args: Any, folder: Path, world: int = 2) -> li
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where processes meet, and the tiny Llama's checkpoint, which tensor parallelism loads from."""
-    path = tmp_path_factory.mktemp("ranks")
-    tiny.llama().save_pretrained(path / "llama")
-    tiny.sibling(tiny.llama()).save_pretrained(path / "sibling")
-    return path
+    return tiny.checkpoints(tmp_path_factory.mktemp("ranks"))
 
 
 @functools.cache

@@ -12,6 +12,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -91,6 +92,13 @@ def sibling(model: PreTrainedModel, noise: float = 0.15) -> PreTrainedModel:
             if name.endswith("_proj.weight"):
                 weight.add_(noise * weight.std() * torch.randn(weight.shape, generator=generator, dtype=weight.dtype))
     return other
+
+
+def checkpoints(path: Path) -> Path:
+    """The tiny Llama and a sibling, saved in a folder, as `llama` and `sibling`; returns the folder."""
+    llama().save_pretrained(path / "llama")
+    sibling(llama()).save_pretrained(path / "sibling")
+    return path
 
 
 def store_of(texts: Sequence[Sequence[int]]) -> sg.LookupStore:
