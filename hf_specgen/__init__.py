@@ -1,31 +1,50 @@
 """hf_specgen: speculative decoding behind `model.generate(..., assistant=...)`, without changing one token."""
 
 from hf_specgen.check import Report, check
+from hf_specgen.costs import Costs
 from hf_specgen.draft import Context, Draft, Drafter, DraftSession, Limit, Needs, Request, Verified
+from hf_specgen.drafters.cross_vocabulary import CrossVocabulary
 from hf_specgen.drafters.draft_model import DraftModel
+from hf_specgen.drafters.first_of import FirstOf
+from hf_specgen.drafters.layer_skip import LayerSkip
+from hf_specgen.drafters.layer_view import SkipSet
+from hf_specgen.drafters.lookahead import Lookahead
+from hf_specgen.drafters.merge import Merge
 from hf_specgen.drafters.plain import Plain
 from hf_specgen.drafters.prompt_lookup import LookupStore, PromptLookup
+from hf_specgen.drafters.skip_search import search_skip_set
+from hf_specgen.drafters.suffix_lookup import SuffixLookup
+from hf_specgen.drafters.suffix_store import SuffixStore
+from hf_specgen.drafters.token_recycling import CandidateMatrix, TokenRecycling
 from hf_specgen.explain import Difference, Explanation, explain_difference
 from hf_specgen.generation import SpecGenMixin, disable, enable, speculate, stream
-from hf_specgen.length import Fixed
+from hf_specgen.length import Auto, Fixed
 from hf_specgen.outputs import SpeculativeOutput
 from hf_specgen.probe import Probe
 from hf_specgen.stats import Stats, Step
 from hf_specgen.verify import BlockRejection, Matching, Rejection, Verifier
 
 __all__ = [
+    "Auto",
     "BlockRejection",
+    "CandidateMatrix",
     "Context",
+    "Costs",
+    "CrossVocabulary",
     "Difference",
     "Draft",
     "DraftModel",
     "DraftSession",
     "Drafter",
     "Explanation",
+    "FirstOf",
     "Fixed",
+    "LayerSkip",
     "Limit",
+    "Lookahead",
     "LookupStore",
     "Matching",
+    "Merge",
     "Needs",
     "Plain",
     "Probe",
@@ -33,16 +52,21 @@ __all__ = [
     "Rejection",
     "Report",
     "Request",
+    "SkipSet",
     "SpecGenMixin",
     "SpeculativeOutput",
     "Stats",
     "Step",
+    "SuffixLookup",
+    "SuffixStore",
+    "TokenRecycling",
     "Verified",
     "Verifier",
     "check",
     "disable",
     "enable",
     "explain_difference",
+    "search_skip_set",
     "speculate",
     "stream",
 ]

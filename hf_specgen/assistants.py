@@ -13,11 +13,14 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_specgen.draft import Drafter
 from hf_specgen.drafters.draft_model import DraftModel
+from hf_specgen.drafters.merge import Merge
 from hf_specgen.drafters.prompt_lookup import PromptLookup
+from hf_specgen.drafters.suffix_lookup import SuffixLookup
+from hf_specgen.drafters.token_recycling import TokenRecycling
 from hf_specgen.prompt import input_device
 
 ACCEPTED = (
-    "a drafter such as hf_specgen.PromptLookup() or hf_specgen.Plain(), a causal LM that drafts, "
+    '"auto", a drafter such as hf_specgen.PromptLookup() or hf_specgen.Plain(), a causal LM that drafts, '
     'or a dict with the fields of vLLM\'s speculative_config such as {"method": "ngram", "num_speculative_tokens": 5}'
 )
 
@@ -31,11 +34,12 @@ class Assistant:
 
     Attributes:
         drafter: proposes.
-        tokens: what the assistant itself says of the draft length; the call's `num_assistant_tokens` goes before it.
+        tokens: what the assistant itself says of the draft length, if anything; the call's `num_assistant_tokens` goes
+            before it.
     """
 
     drafter: Drafter
-    tokens: int
+    tokens: int | None
 
 
 def resolve(assistant: Any, target: PreTrainedModel) -> Assistant:
@@ -50,6 +54,8 @@ def resolve(assistant: Any, target: PreTrainedModel) -> Assistant:
     """
     if isinstance(assistant, torch.nn.Module) and not callable(getattr(assistant, "start", None)):
         assistant = DraftModel(assistant)
+    if isinstance(assistant, str) and assistant == "auto":
+        return Assistant(Merge(SuffixLookup(), TokenRecycling()), None)
     if isinstance(assistant, Mapping):
         return _from_config(dict(assistant), target)
     if isinstance(assistant, type) or not callable(getattr(assistant, "start", None)):
@@ -77,6 +83,17 @@ def _ngram(config: dict[str, Any], target: PreTrainedModel) -> Drafter:
     return PromptLookup() if longest is None else PromptLookup(min_ngram=shortest, max_ngram=longest)
 
 
+def _suffix(config: dict[str, Any], target: PreTrainedModel) -> Drafter:
+    if config.pop("suffix_decoding_max_cached_requests", 0):
+        raise ValueError(
+            "'suffix_decoding_max_cached_requests' keeps users' texts between calls: pass a store of your own instead, "
+            "assistant=hf_specgen.SuffixLookup(store=hf_specgen.SuffixStore())"
+        )
+    named = {"max_spec_factor": "suffix_decoding_max_spec_factor", "min_token_prob": "suffix_decoding_min_token_prob"}
+    settings = {ours: config.pop(theirs) for ours, theirs in named.items() if theirs in config}
+    return SuffixLookup(**settings, num_assistant_tokens=config.pop("suffix_decoding_max_tree_depth", None))
+
+
 def _draft_model(config: dict[str, Any], target: PreTrainedModel) -> Drafter:
     model = config.pop("model", None)
     if model is None:
@@ -94,5 +111,6 @@ def _draft_model(config: dict[str, Any], target: PreTrainedModel) -> Drafter:
 
 _METHODS: dict[str, Callable[[dict[str, Any], PreTrainedModel], Drafter]] = {
     "ngram": _ngram,
+    "suffix": _suffix,
     "draft_model": _draft_model,
 }

@@ -22,6 +22,7 @@ from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREF
 from hf_specgen import attention
 from hf_specgen.drafters.plain import Plain
 from hf_specgen.generation import Prepared, rehearse
+from hf_specgen.length import Fixed
 from hf_specgen.probe import SHORTEST, Probe, encoder_states, probe
 from hf_specgen.prompt import generative, input_device
 from hf_specgen.rope import switches
@@ -49,7 +50,7 @@ class Report:
         positions: where rotary embeddings change with the length of a text; None where they do not.
         threads: how many calls one model serves at once.
         acceptance: the accept rule.
-        num_assistant_tokens: how deep drafts are, before a row's end cuts them.
+        num_assistant_tokens: how deep drafts are, before a row's end cuts them; "auto" where costs decide.
         vocabularies: how the drafter's compares with the target's; None where nothing can be said.
         probe: what the passes came to, where they were asked for.
     """
@@ -66,7 +67,7 @@ class Report:
     positions: str | None = None
     threads: str | None = None
     acceptance: str | None = None
-    num_assistant_tokens: int | None = None
+    num_assistant_tokens: int | str | None = None
     vocabularies: str | None = None
     probe: Probe | None = None
 
@@ -221,7 +222,7 @@ def _told(report: Report, model: torch.nn.Module, prepared: Prepared) -> Report:
         positions=_positions(generative(model)),
         threads=_threads(generative(model)),
         acceptance=call.walk.rules.verifier.name,
-        num_assistant_tokens=call.controller.depth(),
+        num_assistant_tokens=call.controller.tokens if isinstance(call.controller, Fixed) else "auto",
         vocabularies=vocabularies or None,
     )
 

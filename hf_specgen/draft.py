@@ -6,7 +6,7 @@ A drafter can be written against this file alone.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
 
@@ -18,8 +18,13 @@ from hf_specgen.trees import Tree
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from hf_specgen.cache import RowCache
     from hf_specgen.encoder import Source
     from hf_specgen.sampling import Noise, Processors
+
+
+# A node on the host: its token, its parent as in `Draft.parents`, and its confidence as in `Draft.confidence`.
+Node = tuple[int, int, float]
 
 
 @dataclass(frozen=True)
@@ -35,6 +40,7 @@ class Draft:
         confidence: `(batch, nodes)` in 0..1, the drafter's estimate that a node is accepted given that its parent was.
         is_chain: every row is one unbranched path without gaps before its end. Known by the maker, so that nobody
             has to read a device tensor to find out.
+        whole: its nodes serve more than the coming round, so that it is checked as it is or not at all.
     """
 
     tokens: Tensor
@@ -42,6 +48,7 @@ class Draft:
     probs: Tensor | None = None
     confidence: Tensor | None = None
     is_chain: bool = False
+    whole: bool = False
 
     @classmethod
     def empty(cls, batch: int, device: torch.device | str = "cpu") -> Draft:
@@ -71,6 +78,24 @@ class Draft:
         parents = torch.tensor([[*range(len(c)), *[-1] * (width - len(c))] for c in chains], dtype=torch.long)
         return cls(tokens.view(len(chains), width), parents.view(len(chains), width), is_chain=True)
 
+    @classmethod
+    def of_nodes(cls, rows: Sequence[Sequence[Node]]) -> Draft:
+        """Trees of unequal size, one a row, from host lists; a row may be empty.
+
+        Args:
+            rows: for each row its nodes, parents before children.
+        """
+        width = max(map(len, rows), default=0)
+        if width == 0:
+            return cls.empty(len(rows))
+        padded = [[*row, *[(0, -1, 0.0)] * (width - len(row))] for row in rows]
+        return cls(
+            tokens=torch.tensor([[token for token, _, _ in row] for row in padded]),
+            parents=torch.tensor([[parent for _, parent, _ in row] for row in padded]),
+            confidence=torch.tensor([[confidence for _, _, confidence in row] for row in padded]),
+            is_chain=all(parent == place for row in rows for place, (_, parent, _) in enumerate(row)),
+        )
+
     @cached_property
     def nodes(self) -> int:
         """Places a row, padding included."""
@@ -93,8 +118,12 @@ class Draft:
         def move(tensor: Tensor | None) -> Tensor | None:
             return None if tensor is None else tensor.to(device)
 
-        return Draft(
-            self.tokens.to(device), self.parents.to(device), move(self.probs), move(self.confidence), self.is_chain
+        return replace(
+            self,
+            tokens=self.tokens.to(device),
+            parents=self.parents.to(device),
+            probs=move(self.probs),
+            confidence=move(self.confidence),
         )
 
 
@@ -119,8 +148,9 @@ class Needs:
 
     Attributes:
         hidden_layers: indices into `hidden_states` (0 is the embedding output), concatenated in this order.
-        top_k: the target's best ids at every node of the last pass, rejected ones included.
-        cache_view: read access to the target's keys and values.
+        top_k: so many of the target's best ids at the root and every node of the last pass, rejected ones included:
+            `Verified.top`.
+        cache_view: `Context.cache`.
     """
 
     hidden_layers: tuple[int, ...] = ()
@@ -133,12 +163,17 @@ class Verified:
     """The last draft that the target checked, back on the host.
 
     Attributes:
-        draft: as it was proposed, so that a session can tell whether it is its own.
-        tokens: its ids, row by row, places without a node included.
+        draft: as it was proposed, so that a session can tell whether it is its own. Less of it may have been checked.
+        tokens: row by row the ids that were checked, places without a node included.
+        parents: of those, as in `Draft`; read back only where `Needs.top_k` asks for something at all.
+        top: for each row the `Needs.top_k` best ids to follow each of `[root, *tokens]`, best first, before any
+            processor. Empty where nothing was asked for, and for rows that had ended.
     """
 
     draft: Draft
     tokens: list[list[int]]
+    parents: list[list[int]] = field(default_factory=list)
+    top: list[list[list[int]]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -152,12 +187,15 @@ class Context:
         noise: the Gumbel noise a drafter samples with, to be bound by `noise.at(positions)`. Under `matching` it is
             the target's own, which makes drafts agree with it far more often; None when decoding is greedy.
         last: the draft of the round before, if there was one.
+        cache: the target's cache, for sessions that ask for `Needs.cache_view`. What it has committed is only to be
+            read; slots behind that may be written to, since the next pass overwrites them before anyone reads them.
     """
 
     ids: Sequence[Sequence[int]]
     positions: Sequence[int]
     noise: Noise | None = None
     last: Verified | None = None
+    cache: RowCache | None = None
 
 
 @dataclass(frozen=True)
@@ -209,8 +247,8 @@ class Drafter(Protocol):
     """What a user builds once: immutable, and shared between calls and threads."""
 
     @property
-    def num_assistant_tokens(self) -> int:
-        """How deep to draft where the caller does not say."""
+    def num_assistant_tokens(self) -> int | None:
+        """How deep to draft where the caller does not say; None leaves it to what a pass costs and what is accepted."""
         ...
 
     def start(self, target: PreTrainedModel, request: Request) -> DraftSession:

@@ -23,9 +23,12 @@ from transformers.generation.streamers import BaseStreamer
 
 from hf_specgen import attention
 from hf_specgen.assistants import ACCEPTED, resolve
+from hf_specgen.costs import costs_of, forget
 from hf_specgen.draft import Draft, Request
 from hf_specgen.encoder import Source
-from hf_specgen.length import Fixed
+from hf_specgen.length import Length, Situation, as_length
+from hf_specgen.linear import install as install_linear
+from hf_specgen.linear import uninstall as uninstall_linear
 from hf_specgen.loop import Call, decode
 from hf_specgen.outputs import Recorder, SpeculativeEncoderDecoderOutput, SpeculativeOutput
 from hf_specgen.prompt import Prompt, generative
@@ -47,8 +50,9 @@ class Options:
 
     Attributes:
         assistant: what drafts.
-        num_assistant_tokens: how deep to draft; without it the assistant's own default. The value in a generation
-            config is not read, because every config carries stock's 20.
+        num_assistant_tokens: how deep to draft: a number, "auto" for what pays by measured costs, or an `Auto` or
+            `Fixed`; without it the assistant's own default, which mostly is "auto". The value in a generation config
+            is not read, because every config carries stock's 20.
         acceptance: "matching", "rejection", "block", or a verifier.
         seed: makes sampling repeatable and leaves torch's global generator alone; one integer, or one a row.
         stats: is added to.
@@ -61,7 +65,7 @@ class Options:
     """
 
     assistant: Any = None
-    num_assistant_tokens: int | None = None
+    num_assistant_tokens: int | str | Length | None = None
     acceptance: str | Verifier | None = "matching"
     seed: int | Sequence[int] | None = None
     stats: Stats | None = None
@@ -220,13 +224,20 @@ def prepare(
     pad = getattr(config, "_pad_token_tensor", None)
     ends = Ends(max_length, 0 if pad is None else int(pad), together=together and not rules.eos)
     recorder = Recorder(config, batch, prompt.source)
-    tokens = assistant.tokens if options.num_assistant_tokens is None else options.num_assistant_tokens
+    length = as_length(assistant.tokens if options.num_assistant_tokens is None else options.num_assistant_tokens)
+    situation = Situation(
+        batch=batch,
+        drafter=type(assistant.drafter).__name__,
+        threads=0 if target.device.type != "cpu" else torch.get_num_threads(),
+        costs=costs_of(model),
+        prunable=noise is None or not rules.verifier.wants_probs,
+    )
     call = Call(
         target=target,
         rows=Rows(prompt.input_ids, prompt.attention_mask, ends),
         walk=WalkAtOnce(rules, recorder) if rules.prefix_free else WalkByStep(rules, recorder, batch),
         session=session,
-        controller=Fixed(tokens),
+        controller=length.start(situation),
         noise=noise,
         coupled=rules.verifier.coupled,
         chain=chain,
@@ -461,7 +472,7 @@ def _revived(plain: Any) -> PreTrainedModel:
     return model
 
 
-def enable(model: Model) -> Model:
+def enable(model: Model, linear: str | None = None) -> Model:
     """Makes `model.generate` take `assistant=`. Twice is harmless; `disable` undoes it.
 
     The model's class becomes a subclass of itself, and sdpa attention becomes one that does not copy keys and values to
@@ -469,15 +480,25 @@ def enable(model: Model) -> Model:
 
     Args:
         model: a transformers model that can generate, or a wrapper around one.
+        linear: how linear layers on the CPU multiply by few tokens: "packed", by far the fastest, at the price of a
+            second copy of their weights; "transposed", without one; None leaves them as they are, stock at first.
+            Another value switches. See `hf_specgen.linear`.
 
     Returns:
         The same model.
+
+    Raises:
+        ValueError: no layer can multiply as `linear` says.
     """
     inner = generative(model)
+    if linear is not None:
+        install_linear(inner, linear)
+        forget(inner)
     if not isinstance(inner, SpecGenMixin):
         kind: Any = type(inner)
         inner.__class__ = _enabled_class(kind)
         attention.install(inner)
+        forget(inner)
     return model
 
 
@@ -502,5 +523,7 @@ def disable(model: Model) -> Model:
                 "lost: disable the model first"
             )
         attention.uninstall(inner)
+        uninstall_linear(inner)
         inner.__class__ = plain
+        forget(inner)
     return model

@@ -15,14 +15,15 @@ from dataclasses import dataclass
 
 import torch
 
+from hf_specgen.clock import Clock
 from hf_specgen.draft import Context, Draft, DraftSession, Limit, Verified
 from hf_specgen.length import Controller, within
 from hf_specgen.ranks import Ranks
 from hf_specgen.rows import Rows
 from hf_specgen.sampling import Noise
 from hf_specgen.stats import Stats, Step
-from hf_specgen.target import Target
-from hf_specgen.walk import Walk
+from hf_specgen.target import Pass, Target
+from hf_specgen.walk import Decision, Walk
 
 # The most nodes of a tree that a session is asked for, unless one path alone is longer.
 MOST_NODES = 64
@@ -70,13 +71,14 @@ def decode(call: Call) -> Iterator[Step]:
 
 def _rounds(call: Call) -> Iterator[Step]:
     target, rows = call.target, call.rows
-    started = time.perf_counter()
+    clock = Clock(target.device)
+    started = clock.now()
     proposed = draft = Draft.empty(rows.batch, target.device)
     drafted = started
     passed = target.prefill()
     rows.prompt_lengths = target.prompt_lengths
     while True:
-        verified = time.perf_counter()
+        verified = clock.now()
         decision = call.walk(passed, draft, rows)
         target.cache.commit(decision.paths)
         step = Step(
@@ -84,9 +86,9 @@ def _rounds(call: Call) -> Iterator[Step]:
             drafted=decision.drafted,
             accepted=decision.accepted,
             width=draft.nodes,
-            draft_s=drafted - started,
-            verify_s=verified - drafted,
-            seconds=time.perf_counter() - started,
+            draft_s=started.until(drafted),
+            verify_s=drafted.until(verified),
+            seconds=time.perf_counter() - started.host,
         )
         (call.stats.add_prefill if passed.is_prompt else call.stats.add)(step)
         call.controller.update(step)
@@ -96,18 +98,37 @@ def _rounds(call: Call) -> Iterator[Step]:
             target.idle()
         if rows.all_finished:
             return
-        started = time.perf_counter()
-        proposed = _propose(call, Verified(proposed, decision.draft_tokens))
+        started = clock.now()
+        proposed, draft = _propose(call, _seen(call, proposed, draft, passed, decision))
         roots = rows.roots()
-        draft = target.fit(roots, proposed.to(target.device))
-        drafted = time.perf_counter()
+        draft = target.fit(roots, draft.to(target.device))
+        drafted = clock.now()
         if target.stale:
             passed = target.rebuild(rows.sequences(), rows.finished)
         else:
             passed = target.verify(roots, draft, rows.finished)
 
 
-def _propose(call: Call, last: Verified) -> Draft:
+def _seen(call: Call, proposed: Draft, draft: Draft, passed: Pass, decision: Decision) -> Verified:
+    """What a session may know of the round before."""
+    count = call.session.needs.top_k
+    if not count:
+        return Verified(proposed, decision.draft_tokens)
+    best: list[list[list[int]]] = passed.logits.topk(min(count, passed.logits.shape[-1])).indices.tolist()
+    top = [row if gained else [] for row, gained in zip(best, decision.tokens, strict=True)]
+    return Verified(proposed, decision.draft_tokens, draft.parents.tolist(), top)
+
+
+def _propose(call: Call, last: Verified) -> tuple[Draft, Draft]:
+    """Asks the session, and the controller what of its draft is to be checked; returns both."""
+    proposed = _asked(call, last)
+    chosen = call.controller.choose(proposed)
+    agreed = call.ranks.agree_on_draft(chosen)
+    # Another rank's draft must not be taken by the session for its own.
+    return (proposed if agreed is chosen else agreed), agreed
+
+
+def _asked(call: Call, last: Verified) -> Draft:
     """Asks the session, and refuses an answer that breaks the limit."""
     rows = call.rows
     wanted, reach = call.ranks.agree_on(call.controller.depth()), call.target.reach()
@@ -119,7 +140,8 @@ def _propose(call: Call, last: Verified) -> Draft:
     noise = call.noise
     if noise is not None and not call.coupled:
         noise = noise.stream("draft", rows.next_positions()[:, 0])
-    draft = call.session.propose(Context(rows.ids, rows.positions(), noise, last), limit)
+    cache = call.target.cache if call.session.needs.cache_view else None
+    draft = call.session.propose(Context(rows.ids, rows.positions(), noise, last, cache), limit)
     if not isinstance(draft, Draft) or draft.tokens.shape != draft.parents.shape or draft.tokens.dtype != torch.long:
         raise ValueError(f"{type(call.session).__name__} proposed {draft!r}; see hf_specgen.Draft for what it must be")
     fits = draft.tokens.shape[0] == rows.batch and draft.nodes <= limit.nodes
@@ -131,4 +153,4 @@ def _propose(call: Call, last: Verified) -> Draft:
         )
     if reach is not None and draft.nodes > reach:
         draft = draft.up_to(reach)
-    return call.ranks.agree_on_draft(draft)
+    return draft

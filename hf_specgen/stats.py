@@ -17,7 +17,8 @@ class Step:
         width: nodes beside the root in the verify pass; 0 for the prompt's pass.
         draft_s: seconds spent proposing.
         verify_s: seconds spent in the target's pass.
-        seconds: the whole round. On an accelerator all three are times on the host, which runs ahead of the device.
+        seconds: the whole round, on the host. On CUDA the other two are times on the device; on other accelerators
+            they are the host's, which runs ahead.
     """
 
     tokens: list[list[int]]

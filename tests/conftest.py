@@ -10,6 +10,9 @@ import pytest
 import tiny
 import torch
 
+from hf_specgen import generation
+from hf_specgen.length import as_length
+
 # What makes a test fail where transformers says it in a log; warnings are errors by pyproject's filterwarnings.
 DEPRECATED = re.compile(r"deprecat|will be removed", re.IGNORECASE)
 
@@ -53,6 +56,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("cuda"):
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+
+
+@pytest.fixture(autouse=True)
+def _steady(monkeypatch: pytest.MonkeyPatch) -> None:
+    """How deep "auto" drafts depends on the clock, and so what a test shows: whoever says nothing drafts one depth."""
+    monkeypatch.setattr(generation, "as_length", lambda asked: as_length(tiny.DEPTH if asked is None else asked))
 
 
 def pytest_configure() -> None:

@@ -13,6 +13,8 @@ from transformers import AutoModelForCausalLM
 
 import hf_specgen as sg
 from hf_specgen.assistants import resolve
+from hf_specgen.generation import rehearse
+from hf_specgen.length import AutoController, as_length
 
 ONE, RAGGED = tiny.ONE, tiny.RAGGED
 
@@ -57,7 +59,7 @@ def test_vllm_s_names_for_prompt_lookup(model, assistant, expected):
     before = dict(assistant)
     found = resolve(assistant, model)
     assert found.drafter == expected
-    assert found.tokens == 10
+    assert found.tokens is None
     assert resolve({**assistant, "num_speculative_tokens": 3}, model).tokens == 3
     assert assistant == before
 
@@ -65,7 +67,7 @@ def test_vllm_s_names_for_prompt_lookup(model, assistant, expected):
 def test_vllm_s_names_for_a_draft_model(model):
     small = tiny.sibling(model)
     found = resolve({"method": "draft_model", "model": small}, model)
-    assert (found.drafter, found.tokens) == (sg.DraftModel(small), 5)
+    assert (found.drafter, found.tokens) == (sg.DraftModel(small), None)
     assert resolve({"method": "draft_model", "model": small, "num_speculative_tokens": 2}, model).tokens == 2
 
 
@@ -137,9 +139,16 @@ def test_the_call_s_argument_goes_before_the_drafter_s_own_depth(model, argument
     assert max(noting.depths, default=None) == depth
 
 
-def test_defaults_are_ten_for_lookup_five_for_a_model_and_none_for_plain(model):
-    defaults = [drafter(kind, model, []).num_assistant_tokens for kind in ("lookup", "plain")]
-    assert [*defaults, sg.DraftModel(model).num_assistant_tokens] == [10, 0, 5]
+def test_drafters_leave_the_depth_to_what_pays_unless_they_are_told():
+    model = tiny.llama()
+    assert sg.PromptLookup().num_assistant_tokens is None
+    assert sg.DraftModel(model).num_assistant_tokens is None
+    assert sg.Plain().num_assistant_tokens == 0
+    asked = {**ONE.inputs(), "max_new_tokens": 4, "assistant": sg.PromptLookup()}
+    assert isinstance(rehearse(model, **asked, num_assistant_tokens="auto").call.controller, AutoController)
+    assert as_length(None) == as_length("auto")
+    call = rehearse(model, **ONE.inputs(), max_new_tokens=4, assistant=sg.PromptLookup(num_assistant_tokens=3)).call
+    assert call.controller == sg.Fixed(3)
 
 
 @BATCHES

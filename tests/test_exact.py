@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import tiny
+import tongues
 import torch
 from tiny import CACHES, MODES, ONE, RAGGED, VOCAB, AlwaysWrong, Prompt, Scripted, run
 from torch import Tensor
@@ -74,6 +75,11 @@ DRAFTERS: list[tuple[str, Maker, tuple[str, ...]]] = [
         lambda shape, model, texts: sg.PromptLookup(branches=_branches(shape), store=tiny.store_of(texts)),
         ("chain", "tree"),
     ),
+    (
+        "suffix",
+        lambda shape, model, texts: sg.SuffixLookup(branches=_branches(shape), store=tiny.suffix_store_of(texts)),
+        ("chain", "tree"),
+    ),
     ("self", lambda shape, model, texts: sg.DraftModel(model, branches=_branches(shape)), ("chain", "tree")),
     (
         "sibling",
@@ -85,6 +91,17 @@ DRAFTERS: list[tuple[str, Maker, tuple[str, ...]]] = [
         lambda shape, model, texts: sg.DraftModel(sibling(model), sample=False, branches=_branches(shape)),
         ("chain", "tree"),
     ),
+    (
+        "recycling",
+        lambda shape, model, texts: sg.TokenRecycling(tiny.matrix_of(texts), top_k=3),
+        ("tree",),
+    ),
+    ("lookahead", lambda shape, model, texts: tiny.Foretold(sg.Lookahead(4), texts), ("tree",)),
+    ("layer-skip", lambda shape, model, texts: _shortened(shape), ("tree",)),
+    ("first-of", lambda shape, model, texts: sg.FirstOf(*_pair(shape, model, texts), at_least=3), ("tree",)),
+    ("merge", lambda shape, model, texts: sg.Merge(*_pair(shape, model, texts)), ("tree",)),
+    ("shared-words", lambda shape, model, texts: _foreign(model, "tli"), ("chain",)),
+    ("respelled", lambda shape, model, texts: _foreign(model, "slem"), ("chain",)),
     ("scripted", lambda shape, model, texts: Scripted(texts, shape), ("chain", "tree")),
     ("overlong", lambda shape, model, texts: Scripted(texts, shape, overlong=True), ("chain", "tree")),
     ("wrong", lambda shape, model, texts: AlwaysWrong(texts, shape), ("chain", "tree")),
@@ -96,6 +113,24 @@ SHAPED = [(name, shape) for name, _, shapes in DRAFTERS for shape in shapes]
 
 def _branches(shape: str) -> int:
     return 3 if shape == "tree" else 1
+
+
+def _pair(shape: str, model: PreTrainedModel, texts: Texts) -> list[Any]:
+    """Two to be combined that cost no pass; with models they are in test_combined.py."""
+    return [MAKERS[name](shape, model, texts) for name in ("store", "lookup")]
+
+
+def _shortened(shape: str) -> sg.LayerSkip:
+    """By early exit, and by half a layer."""
+    skipped: dict[str, Any] = {"exit_layer": 1} if shape == "chain" else {"skip": sg.SkipSet(attention=(1,))}
+    return sg.LayerSkip(**skipped, branches=_branches(shape))
+
+
+@functools.cache
+def _foreign(model: PreTrainedModel, method: Any) -> sg.CrossVocabulary:
+    """A sibling with another tokenizer; more of them are in test_cross_vocabulary.py."""
+    words = tongues.tokenizer("letters")
+    return sg.CrossVocabulary(tongues.translated(model), tongues.tokenizer("others"), words, method)
 
 
 def cells(*axes: Sequence[Any]) -> list[Any]:
@@ -331,7 +366,22 @@ def test_of_an_eos_and_a_limit_the_earlier_one_ends_a_row(place, limit, block, m
 
 RULES = ["rejection", "block"]
 # Drafters that say what they drew from, or draft without noise. The scripted ones know what the noise will choose.
-HONEST = ["plain", "lookup", "store", "self", "sibling", "unsampled"]
+HONEST = [
+    "plain",
+    "lookup",
+    "store",
+    "suffix",
+    "recycling",
+    "lookahead",
+    "self",
+    "sibling",
+    "unsampled",
+    "layer-skip",
+    "shared-words",
+    "respelled",
+    "first-of",
+    "merge",
+]
 
 
 @pytest.mark.parametrize("rule", RULES)

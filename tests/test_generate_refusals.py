@@ -266,7 +266,7 @@ def test_a_seed_for_another_number_of_rows(model, seed, sampled):
     refused(sg.enable(model), f"seed has {len(seed)} entries for 1 rows", seed=seed, do_sample=sampled)
 
 
-@pytest.mark.parametrize("count", [-1, 2.5, "auto", "5"])
+@pytest.mark.parametrize("count", [-1, 2.5, "automatic", "5"])
 def test_what_is_no_number_of_tokens(model, count):
     message = f"num_assistant_tokens is {count!r}; it must be a whole number, 0 or more"
     refused(sg.enable(model), message, num_assistant_tokens=count)

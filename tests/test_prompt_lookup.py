@@ -13,7 +13,8 @@ from typing import Any, cast
 import pytest
 
 from hf_specgen.draft import Context, Draft, Limit, Request
-from hf_specgen.drafters.prompt_lookup import LookupStore, PromptLookup, PromptLookupSession, SuffixAutomaton
+from hf_specgen.drafters.prompt_lookup import LookupStore, PromptLookup, PromptLookupSession
+from hf_specgen.drafters.suffixes import SuffixAutomaton
 
 EOS = 0
 TARGET = cast(Any, None)  # no session of this drafter looks at the target
@@ -542,5 +543,5 @@ def test_an_index_grows_with_the_text_only() -> None:
     for text in [7] * 5000, list(range(5000)), [place % 3 for place in range(5000)]:
         automaton = SuffixAutomaton(33)
         automaton.extend(text)
-        assert len(automaton._edges) <= 2 * len(text)
-        assert sum(map(len, automaton._edges)) <= 3 * len(text)
+        assert len(automaton.edges) <= 2 * len(text)
+        assert sum(map(len, automaton.edges)) <= 3 * len(text)

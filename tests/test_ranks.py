@@ -149,7 +149,7 @@ def drafter(name: str, folder: Path, known: tuple[tuple[int, ...], ...]) -> Any:
     if name == "scripted-tree":
         return Scripted(known, "tree")
     small = sg.enable(split(folder, "sibling")) if "split" in name else tiny.sibling(tiny.llama())
-    return sg.DraftModel(small, branches=3 if "tree" in name else 1)
+    return sg.DraftModel(small, branches=3 if "tree" in name else 1, num_assistant_tokens=5)
 
 
 def shortened(texts: tuple[tuple[int, ...], ...], prompt: Prompt, new: int = NEW) -> tuple[tuple[int, ...], ...]:
@@ -254,11 +254,17 @@ class Late(StoppingCriteria):
 class Moody:
     """A draft length that follows a clock, which differs from rank to rank."""
 
-    def __init__(self, tokens: int) -> None:
+    def __init__(self) -> None:
         self.chance = random.Random(dist.get_rank())
+
+    def start(self, situation: Any) -> "Moody":
+        return self
 
     def depth(self) -> int:
         return self.chance.randrange(6)
+
+    def choose(self, draft: sg.Draft) -> sg.Draft:
+        return draft
 
     def update(self, step: sg.Step) -> None:
         pass
@@ -274,7 +280,7 @@ def _clocks(rank: int, folder: Path, known: Any) -> list[Told]:
         criteria = StoppingCriteriaList([Late(ends[rank])])
         answers.append(told(model, ONE, assistant=Scripted(known["greedy"]), stopping_criteria=criteria))
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(generation, "Fixed", Moody)
+        patched.setattr(generation, "as_length", lambda asked: Moody())
         names = ["scripted-chain", "split-chain"]
         answers += [told(model, ONE, assistant=drafter(name, folder, known["greedy"])) for name in names]
     return answers

@@ -7,6 +7,7 @@ larger weights it does, and in float64 two ways to compute the same never differ
 from __future__ import annotations
 
 import copy
+import itertools
 import random
 import zlib
 from collections import Counter
@@ -30,7 +31,7 @@ from transformers import (
 )
 
 import hf_specgen as sg
-from hf_specgen.draft import Context, Draft, Limit, Needs, Request
+from hf_specgen.draft import Context, Draft, DraftSession, Limit, Needs, Request
 
 VOCAB = 96
 # Of the seeds tried, the one whose greedy texts run into loops last.
@@ -107,6 +108,42 @@ def store_of(texts: Sequence[Sequence[int]]) -> sg.LookupStore:
     for text in texts:
         store.add([wrong(token) if place % 6 == 5 else token for place, token in enumerate(text)])
     return store
+
+
+def suffix_store_of(texts: Sequence[Sequence[int]]) -> sg.SuffixStore:
+    """The same for suffix lookup."""
+    store = sg.SuffixStore()
+    for text in texts:
+        store.add([wrong(token) if place % 6 == 5 else token for place, token in enumerate(text)])
+    return store
+
+
+def matrix_of(texts: Sequence[Sequence[int]]) -> sg.CandidateMatrix:
+    """The same as a matrix for token recycling; the likelier candidate may be the wrong one."""
+    matrix = sg.CandidateMatrix()
+    for text in texts:
+        for place, (token, follower) in enumerate(itertools.pairwise(text)):
+            best = [follower, wrong(follower)]
+            matrix.update([], [(token, best[::-1] if place % 6 == 5 else best)])
+    return matrix
+
+
+@dataclass(frozen=True)
+class Foretold:
+    """Lookahead whose pools hold n-grams of what will come, with every sixth token wrong."""
+
+    drafter: sg.Lookahead
+    texts: Sequence[Sequence[int]]
+    num_assistant_tokens: int | None = None
+
+    def start(self, target: PreTrainedModel, request: Request) -> DraftSession:
+        session = self.drafter.start(target, request)
+        levels = self.drafter.levels
+        for row, text in zip(session.rows, self.texts, strict=False):
+            for place in range(len(text) - levels + 1):
+                ngram = text[place : place + levels]
+                row.add([*ngram[:-1], wrong(ngram[-1])] if place % 6 == 5 else ngram)
+        return session
 
 
 @dataclass(frozen=True)
@@ -366,6 +403,10 @@ class AlwaysWrongSession:
                 first = [(wrong(token, by), 0) for token in ahead[:1] for by in (1, 2, 3)]
                 rows.append(first + [(token, 1 + i % 3) for i, token in enumerate(ahead[1:])])
         return as_draft(rows, chain)
+
+
+# How deep drafters draft in tests that say nothing of it; see conftest.py.
+DEPTH = 6
 
 
 def run(model: PreTrainedModel, prompt: Prompt, mode: str = "greedy", **kwargs: Any) -> tuple[tuple[int, ...], ...]:

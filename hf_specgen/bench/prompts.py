@@ -1,4 +1,4 @@
-"""Prompts to measure on: four whose answers copy from the prompt, four whose answers do not."""
+"""Prompts to measure on: answers that copy from the prompt, code edits, answers that do not, and one that turns."""
 
 from __future__ import annotations
 
@@ -51,6 +51,59 @@ class OrderBook:
         return ordered[:count]
 """
 
+TEMPERATURES = """\
+def read_temperatures(lines):
+    readings = []
+    for line in lines:
+        station, value, unit = line.split(",")
+        degrees = float(value)
+        if unit == "F":
+            degrees = (degrees - 32) * 5 / 9
+        readings.append((station, degrees))
+    return readings
+
+
+def warmest(readings):
+    best_station, best_degrees = None, float("-inf")
+    for station, degrees in readings:
+        if degrees > best_degrees:
+            best_station, best_degrees = station, degrees
+    return best_station
+
+
+def average(readings):
+    total = 0.0
+    for station, degrees in readings:
+        total += degrees
+    return total / len(readings)
+"""
+
+QUEUE = """\
+class JobQueue {
+  constructor(limit) {
+    this.limit = limit;
+    this.running = 0;
+    this.waiting = [];
+  }
+
+  add(job) {
+    this.waiting.push(job);
+    this.next();
+  }
+
+  next() {
+    while (this.running < this.limit && this.waiting.length > 0) {
+      const job = this.waiting.shift();
+      this.running += 1;
+      job().finally(() => {
+        this.running -= 1;
+        this.next();
+      });
+    }
+  }
+}
+"""
+
 COPYING = {
     "summary": f"Summarize the article below in a few sentences, using its own words where you can.\n\n{ARTICLE}",
     "repeat": f"Repeat the following article word for word.\n\n{ARTICLE}",
@@ -64,3 +117,23 @@ FREE = {
     "arithmetic": "A train leaves at 9:15 and travels 210 km at 84 km/h. When does it arrive? Think step by step.",
     "list": "List ten animals that live in the desert, each with one fact about it.",
 }
+
+EDITS = {
+    "argument": "Give `warmest` and `average` a docstring each and change nothing else. Answer with the whole code.\n\n"
+    f"```python\n{TEMPERATURES}```",
+    "method": "Add a method `clear()` that empties `waiting` to this class. Answer with the whole code.\n\n"
+    f"```javascript\n{QUEUE}```",
+}
+
+BEFORE = """\
+Small towns by the sea have begun to look at the water with other eyes. For centuries it brought fish and storms; now
+people ask how many kettles a spring tide can boil. Marlow Bay is among the first to have an answer, and since I
+happened to pass through last week, I went down to the pier to read what the local paper makes of it."""
+
+AFTER = """\
+ Standing there in the drizzle, I could not see much of all that, only a yellow buoy and two men arguing about a rope.
+Yet one of them told me that his electric bill had shrunk for the first time since his wedding, and that his mother, who
+distrusts anything built after her own house, had asked him whether one could buy a turbine for a pond."""
+
+# A column about the article: prose, five of its sentences word for word, prose.
+TURNING = (BEFORE, ARTICLE[ARTICLE.index(" The station draws") : ARTICLE.index(" The station cost")], AFTER)

@@ -40,14 +40,14 @@ class DraftModel:
         sample: draw drafts when the target samples (under `matching` with the target's own noise), or always take the
             most likely token.
         branches: nodes a level of the tree; 1 drafts chains.
-        num_assistant_tokens: how deep to draft where the caller does not say.
+        num_assistant_tokens: how deep to draft where the caller does not say; None for as deep as pays.
     """
 
     model: torch.nn.Module
     tokenizer: PreTrainedTokenizerBase | None = None
     sample: bool = True
     branches: int = 1
-    num_assistant_tokens: int = 5
+    num_assistant_tokens: int | None = None
 
     def __post_init__(self) -> None:
         """Refuses a tree without branches."""
@@ -195,6 +195,7 @@ class DraftModelSession:
         assert self.runner is not None
         nothing = Draft.empty(len(depth), self.device)
         tokens: list[Tensor] = []
+        sure: list[Tensor] = []
         probs: list[Tensor] = []
         for step in range(max(depth)):
             if step:
@@ -205,10 +206,13 @@ class DraftModelSession:
             scores = self._scores(logits, context, prefixes)
             noise = self._noise(context, step, 1)
             tokens.append(self.ranks.agree(scores.argmax(-1) if noise is None else noise.argmax(scores)))
+            chosen = scores.gather(-1, tokens[-1].unsqueeze(-1))
+            sure.append((chosen - scores.logsumexp(-1, keepdim=True)).squeeze(-1).exp())
             if self.request.wants_probs and noise is not None:
                 probs.append(scores.softmax(-1))
         self._fed = [max(0, deep - 1) for deep in depth]
-        return Draft.chain(torch.cat(tokens, 1), depth, torch.cat(probs, 1) if probs else None)
+        draft = Draft.chain(torch.cat(tokens, 1), depth, torch.cat(probs, 1) if probs else None)
+        return replace(draft, confidence=torch.cat(sure, 1))
 
     def _tree(self, context: Context, limit: Limit, roots: Tensor, logits: Tensor) -> Draft:
         """A beam of `branches` nodes a level, by the sum of log q + G; each level feeds the tree so far."""
@@ -216,10 +220,12 @@ class DraftModelSession:
         batch, width = len(limit.depth), min(self.drafter.branches, limit.nodes)
         # The last decided token becomes the root of every pass below.
         self.settled = [settled - (deep > 0) for settled, deep in zip(self.settled, limit.depth, strict=True)]
-        self.runner.cache.lengths[:] = self.settled
+        lengths = self.runner.cache.lengths
+        lengths[:] = [length - (deep > 0) for length, deep in zip(lengths, limit.depth, strict=True)]
         tokens = parents = torch.empty((batch, 0), dtype=torch.long, device=self.device)
         frontier = parents.new_zeros((batch, 1))
         sums = torch.zeros((batch, 1), device=self.device, dtype=torch.float32)
+        sure = sums[:, :0]
         for step in range(min(max(limit.depth), limit.nodes // width)):
             if step:
                 passed = self._pass(roots, Draft(tokens, parents), [not deep for deep in limit.depth])
@@ -234,7 +240,8 @@ class DraftModelSession:
             frontier = tokens.shape[1] + 1 + torch.arange(place.shape[1], device=tokens.device).expand(batch, -1)
             tokens = torch.cat([tokens, self.ranks.agree(best.indices.flatten(1).gather(1, place))], dim=1)
             parents = torch.cat([parents, self.ranks.agree(above)], dim=1)
-        return Draft(tokens, parents)
+            sure = torch.cat([sure, best.values.flatten(1).gather(1, place).exp()], dim=1)
+        return Draft(tokens, parents, confidence=sure)
 
     def _pass(self, roots: Tensor, draft: Draft, idle: Sequence[bool] = ()) -> Tensor:
         """A pass. Ids that a smaller table does not hold are fed as 0: worse guesses, and no error."""

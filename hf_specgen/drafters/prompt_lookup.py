@@ -1,11 +1,4 @@
-"""Prompt lookup (Saxena 2023): drafts what followed the last tokens where they stood earlier in the text. No model.
-
-Each row has a suffix automaton (Blumer et al. 1985; used for drafting in SAM-Decoding, arXiv 2411.10666): it grows by
-one token in amortised constant time and knows the longest suffix that occurred before, whatever its length. Tables of
-n-grams, one for each length, are simpler and as exact, but cost more with every length. Indexing 20,000 random ids
-takes 20 ms and 9 MB as an automaton for any length, 50 ms and 19 MB as tables for 2..8 tokens, 136 ms and 49 MB for
-2..16 (one core, CPython 3.11). Long lengths hardly change what is drafted, but tell sure copies from lucky ones.
-"""
+"""Prompt lookup (Saxena 2023): drafts what followed the last tokens where they stood earlier in the text. No model."""
 
 from __future__ import annotations
 
@@ -15,9 +8,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
-
-from hf_specgen.draft import Draft, Needs
+from hf_specgen.draft import Draft, Needs, Node
+from hf_specgen.drafters.suffixes import SuffixAutomaton
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -26,111 +18,9 @@ if TYPE_CHECKING:
 
 # How many tokens match, and what to draft after them.
 _Path = tuple[int, list[int]]
-# Token, parent and confidence, as in Draft.
-_Node = tuple[int, int, float]
 
 # When a copy left its source: so many tokens, so near, so soon after are enough to take it up again.
 RESUMED, NEARBY, RECENT = 2, 16, 24
-
-
-class SuffixAutomaton:
-    """Every substring of a growing text, with the latest two places where it ends.
-
-    A state stands for the substrings that end at the same places: a run of suffixes of one another, of which the
-    longest has `length[state]` tokens and the shortest one more than the longest of `link[state]`. Following `link`
-    from the whole text visits all its suffixes, from long to short. State 0 is the empty string.
-
-    Args:
-        max_length: places are kept up to date for substrings of at most this many tokens. A token then costs at most
-            so many steps, even in a text that repeats one token.
-    """
-
-    def __init__(self, max_length: int) -> None:
-        self.size = 0
-        self._max_length = max_length
-        self._edges: list[dict[int, int]] = [{}]
-        self._link = [-1]
-        self._length = [0]
-        self._end = [-1]
-        self._previous_end = [-1]
-        self._whole = 0  # the state of the whole text
-        self._suffix = 0  # the state of its last max_length tokens
-
-    def extend(self, tokens: Iterable[int]) -> None:
-        """Appends tokens, about a microsecond each."""
-        link, length, end, previous_end = self._link, self._length, self._end, self._previous_end
-        suffix = self._suffix
-        for token in tokens:
-            self._append(token)
-            # If a clone has just taken the short substrings from this state, what is left are longer suffixes of the
-            # same text: they lead to a longer suffix of the new one, and the links lead back.
-            suffix = self._edges[suffix][token]
-            self.size += 1
-            kept = min(self.size, self._max_length)
-            while length[link[suffix]] >= kept:
-                suffix = link[suffix]
-            state = suffix
-            while state:
-                previous_end[state] = end[state]
-                end[state] = self.size - 1
-                state = link[state]
-        self._suffix = suffix
-
-    def _append(self, token: int) -> None:
-        """Blumer's step: states, edges and links for the text with one more token."""
-        edges, link, length = self._edges, self._link, self._length
-        whole = self._new_state({}, length[self._whole] + 1)
-        state = self._whole
-        while state >= 0 and token not in edges[state]:
-            edges[state][token] = whole
-            state = link[state]
-        if state >= 0:
-            known = edges[state][token]
-            if length[known] > length[state] + 1:  # only its shorter substrings end here too: split them off
-                clone = self._new_state(edges[known].copy(), length[state] + 1)
-                link[clone], self._end[clone] = link[known], self._end[known]
-                link[known] = clone
-                while state >= 0 and edges[state].get(token) == known:
-                    edges[state][token] = clone
-                    state = link[state]
-                known = clone
-            link[whole] = known
-        self._whole = whole
-
-    def _new_state(self, edges: dict[int, int], length: int) -> int:
-        self._edges.append(edges)
-        self._link.append(0)
-        self._length.append(length)
-        self._end.append(-1)
-        self._previous_end.append(-1)
-        return len(self._edges) - 1
-
-    def matches(self, shortest: int, longest: int) -> Iterator[tuple[int, int, int]]:
-        """Suffixes of the text that occurred before, the longest first.
-
-        Args:
-            shortest: fewest tokens of a match.
-            longest: most tokens of a match, at most `max_length`.
-
-        Yields:
-            The number of tokens that match, the place after the latest earlier occurrence, and the state.
-        """
-        state = self._suffix
-        while state and self._length[self._link[state]] >= longest:
-            state = self._link[state]
-        while state and self._length[state] >= shortest:
-            if self._previous_end[state] >= 0:
-                yield min(self._length[state], longest), self._previous_end[state] + 1, state
-            state = self._link[state]
-
-    def followers(self, state: int, count: int) -> list[int]:
-        """Latest places of up to `count` different tokens that followed a match, the latest first.
-
-        Args:
-            state: from `matches`, with `longest` below `max_length`, since one token more is looked at.
-            count: most places.
-        """
-        return heapq.nlargest(count, (self._end[follower] for follower in self._edges[state].values()))
 
 
 @dataclass(slots=True)
@@ -260,8 +150,8 @@ class PromptLookup:
 
     Works with any target and costs a small part of a millisecond. It gains where an answer repeats its prompt or itself
     (summaries, edits, quotations, loops). For an encoder-decoder the text that the encoder reads counts as part of the
-    prompt. Paper: prompt lookup decoding (Saxena 2023); the index is explained in this
-    file's docstring.
+    prompt. Paper: prompt lookup decoding (Saxena 2023), with a suffix automaton for an
+    index.
 
     Attributes:
         min_ngram: fewest tokens that must match. 2 gains more on some copying text and loses more elsewhere.
@@ -269,7 +159,7 @@ class PromptLookup:
         branches: paths in a tree. 1 drafts chains; more add the other tokens that followed the match, then those
             that followed shorter ones. The best nodes are kept where not all fit.
         store: earlier outputs to look into when the row's own text has no match as long; None shares nothing.
-        num_assistant_tokens: how deep to draft where the caller does not say.
+        num_assistant_tokens: how deep to draft where the caller does not say; None for as deep as pays.
         resume: after a copy was left, two tokens that match close behind its end are enough to take it up again.
     """
 
@@ -277,7 +167,7 @@ class PromptLookup:
     max_ngram: int = 32
     branches: int = 1
     store: LookupStore | None = None
-    num_assistant_tokens: int = 10
+    num_assistant_tokens: int | None = None
     resume: bool = True
 
     def __post_init__(self) -> None:
@@ -319,7 +209,7 @@ class PromptLookupSession:
         if self.drafter.store is not None:
             self._remember(self.drafter.store, context.ids)
         branches = 1 if limit.chain or self.request.chain else self.drafter.branches
-        rows: list[list[_Node]] = []
+        rows: list[list[Node]] = []
         for row, (text, ids, depth) in enumerate(zip(self._texts, context.ids, limit.depth, strict=True)):
             paths: list[_Path] = []
             if depth:
@@ -329,7 +219,7 @@ class PromptLookupSession:
                 self._copies[row].follow(ids)
                 paths = self._paths(row, ids, depth, branches)
             rows.append(_grow(paths, limit.nodes))
-        return _draft(rows)
+        return Draft.of_nodes(rows)
 
     def _remember(self, store: LookupStore, texts: Sequence[Sequence[int]]) -> None:
         """Adds what was generated since the last proposal; at the first one that is the last id of each row."""
@@ -429,7 +319,7 @@ def _until(tokens: list[int], eos: frozenset[int]) -> list[int]:
     return tokens
 
 
-def _grow(paths: list[_Path], most_nodes: int) -> list[_Node]:
+def _grow(paths: list[_Path], most_nodes: int) -> list[Node]:
     """Lays paths out as a tree, parents first. Of too many nodes those most likely to be reached and accepted stay."""
     candidates: list[tuple[float, int, int]] = []  # chance, path, depth
     confidence: list[list[float]] = []
@@ -445,21 +335,7 @@ def _grow(paths: list[_Path], most_nodes: int) -> list[_Node]:
             candidates.append((chance, path, depth))
     # The chance falls along a path, so what is kept of a path is its beginning.
     kept = heapq.nlargest(most_nodes, candidates, key=lambda candidate: candidate[0])
-    nodes: list[_Node] = []
+    nodes: list[Node] = []
     for _, path, depth in sorted(kept, key=lambda candidate: candidate[1:]):
         nodes.append((paths[path][1][depth], len(nodes) if depth else 0, confidence[path][depth]))
     return nodes
-
-
-def _draft(rows: list[list[_Node]]) -> Draft:
-    """The rectangle of ragged rows."""
-    width = max(map(len, rows), default=0)
-    if width == 0:
-        return Draft.empty(len(rows))
-    padded = [row + [(0, -1, 0.0)] * (width - len(row)) for row in rows]
-    return Draft(
-        tokens=torch.tensor([[token for token, _, _ in row] for row in padded]),
-        parents=torch.tensor([[parent for _, parent, _ in row] for row in padded]),
-        confidence=torch.tensor([[confidence for _, _, confidence in row] for row in padded]),
-        is_chain=all(parent == place for row in rows for place, (_, parent, _) in enumerate(row)),
-    )

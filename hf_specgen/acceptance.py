@@ -1,0 +1,170 @@
+"""What drafts promise, and what comes of it: the estimates behind the draft length "auto"."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from hf_specgen.draft import Draft, Node
+
+# A confidence counts as so many observations of itself; observations keep this part of their weight from round to
+# round, so that some twenty rounds are remembered.
+PRIOR, MEMORY = 6.0, 0.95
+# Drafts are trusted by this much of what they promise, which counts as so many promised tokens.
+AT_FIRST, PROMISES = 0.8, 3.0
+# Drafts are alike if they promise as many tokens between two of these.
+SIZES = (1.0, 2.0, 4.0)
+
+
+class Acceptance:
+    """How often drafted tokens are right, if their parents are, beside how often they were said to be.
+
+    What was seen corrects all of a drafter's chances alike, and then those of a kind by themselves: a drafter that is
+    too sure of itself in one respect is so in others.
+    """
+
+    def __init__(self) -> None:
+        self._right: defaultdict[int, float] = defaultdict(float)
+        self._seen: defaultdict[int, float] = defaultdict(float)
+        self._all_right = self._all_said = PRIOR
+
+    def chance(self, kind: int, said: float) -> float:
+        """The chance that a token is right.
+
+        Args:
+            kind: tokens of a kind share what was seen of them.
+            said: the chance as the drafter sees it.
+        """
+        prior = min(1.0, said * self._all_right / self._all_said)
+        return (PRIOR * prior + self._right[kind]) / (PRIOR + self._seen[kind])
+
+    def saw(self, kind: int, said: float, right: bool) -> None:
+        """Takes note of a token whose parent was right."""
+        self._right[kind] += right
+        self._seen[kind] += 1
+        self._all_right += right
+        self._all_said += said
+
+    def fade(self) -> None:
+        """Lets what was seen count for less.
+
+        Called once a round and not once a token: the tokens of one path stand and fall together, and a long one must
+        not wipe out all that was seen before.
+        """
+        for counts in (self._right, self._seen):
+            for kind in counts:
+                counts[kind] *= MEMORY
+        self._all_right = PRIOR + MEMORY * (self._all_right - PRIOR)
+        self._all_said = PRIOR + MEMORY * (self._all_said - PRIOR)
+
+
+class Trust:
+    """How many tokens drafts brought, beside how many they promised.
+
+    Drafts are chosen for what they promise, and those that promise most are mostly too sure. So promises are compared
+    with what came of them as a whole, those that were not taken up too.
+    """
+
+    def __init__(self) -> None:
+        self._promised: defaultdict[int, float] = defaultdict(float)
+        self._kept: defaultdict[int, float] = defaultdict(float)
+
+    def __call__(self, promised: float) -> float:
+        """Which part to expect of what a draft promises, if it promises so many tokens."""
+        return self._ratio(_size(promised), self._ratio(-1, AT_FIRST))
+
+    def _ratio(self, kind: int, prior: float) -> float:
+        return (PROMISES * prior + self._kept[kind]) / (PROMISES + self._promised[kind])
+
+    def saw(self, promised: float, kept: int) -> None:
+        """Takes note of a draft that the text has decided on."""
+        for kind in (_size(promised), -1):
+            self._promised[kind] = MEMORY * self._promised[kind] + promised
+            self._kept[kind] = MEMORY * self._kept[kind] + kept
+
+
+def _size(promised: float) -> int:
+    """Drafts that promise about as much."""
+    return sum(promised >= bound for bound in SIZES)
+
+
+@dataclass
+class Guess:
+    """One row's draft on the host. Places count from 1; 0 is the root, and a parent of -1 marks a place without a node.
+
+    Attributes:
+        tokens, parents, confidence: as in `Draft`.
+    """
+
+    tokens: list[int]
+    parents: list[int]
+    confidence: list[float]
+
+    @classmethod
+    def rows(cls, draft: Draft) -> list[Guess]:
+        """Each row of a draft that has confidences."""
+        assert draft.confidence is not None
+        rows = zip(draft.tokens.tolist(), draft.parents.tolist(), draft.confidence.tolist(), strict=True)
+        return [cls(*row) for row in rows]
+
+    @cached_property
+    def below(self) -> dict[int, list[int]]:
+        """The places below each place that has any."""
+        places: dict[int, list[int]] = {}
+        for place, parent in enumerate(self.parents, 1):
+            if parent >= 0:
+                places.setdefault(parent, []).append(place)
+        return places
+
+    def likeliest(self, chance: Callable[[float], float]) -> list[tuple[float, int]]:
+        """The chance that the walk comes by, and the place; the likeliest first, and so parents before children.
+
+        Args:
+            chance: that a token is right if its parent is, by its confidence.
+        """
+        reach = [1.0]
+        for parent, confidence in zip(self.parents, self.confidence, strict=True):
+            reach.append(reach[parent] * min(chance(confidence), 1.0) if parent >= 0 else 0.0)
+        nodes = [(reach[place], place) for place, parent in enumerate(self.parents, 1) if parent >= 0]
+        return sorted(nodes, key=lambda node: (-node[0], node[1]))
+
+    def part(self, places: Sequence[int]) -> list[Node]:
+        """These places and no others; the parent of each must be among them."""
+        moved = {0: 0}
+        nodes: list[Node] = []
+        for place in sorted(places):
+            parent = moved[self.parents[place - 1]]
+            nodes.append((self.tokens[place - 1], parent, self.confidence[place - 1]))
+            moved[place] = len(nodes)
+        return nodes
+
+
+class Watched:
+    """A draft that was not checked, and how far the text has followed it since.
+
+    Args:
+        promised: tokens.
+        nodes: of it.
+
+    Attributes:
+        kept: tokens so far that it had right.
+    """
+
+    def __init__(self, promised: float, nodes: Sequence[Node]) -> None:
+        self.promised = promised
+        self.kept = 0
+        self._stand = 0
+        self._below: dict[int, dict[int, int]] = {}
+        for place, (token, parent, _) in enumerate(nodes, 1):
+            self._below.setdefault(parent, {}).setdefault(token, place)
+
+    def follow(self, tokens: Sequence[int]) -> bool:
+        """Goes along with new tokens; False once the text has left the draft or come to its end."""
+        for token in tokens:
+            child = self._below.get(self._stand, {}).get(token)
+            if child is None:
+                return False
+            self._stand, self.kept = child, self.kept + 1
+        return self._stand in self._below

@@ -1,0 +1,223 @@
+"""What a pass and a draft cost on this machine, by width, learnt while decoding.
+
+Seconds are noisy, most widths are seen rarely, and all of them drift together when the machine gets busy. So the logs
+of the seconds at a ladder of widths are one Gaussian that a Kalman filter follows: what is seen at one width moves its
+neighbours, and, less, all others; what was not seen for long is believed less.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+from bisect import bisect_right
+from collections.abc import Callable
+from os import PathLike
+from pathlib import Path
+from weakref import WeakKeyDictionary
+
+from torch.nn import Module
+
+# Widths with an estimate of their own; between them it is interpolated.
+LADDER = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+# Standard deviations of log seconds. Before anything is seen: of all widths together, and of each against the others,
+# alike over about `REACH` rungs. What a round adds to both; and of one measured pass.
+UNKNOWN, SHAPE, REACH = 5.0, 0.35, 4.0
+DRIFT, SHAPE_DRIFT, NOISE = 0.03, 0.015, 0.12
+# A pass that surprises by more standard deviations may be an accident of the machine, and counts as so many; or the
+# machine is another one now, so that all that is known gets as doubtful as this.
+MOST_SURPRISE, SURPRISED = 2.5, 0.2
+# The first pass of a width pays for memory and kernels.
+FIRST = 4.0
+
+# Seconds of a pass against one without a draft, by tokens of a row and rung: on a CPU one row is a matrix-vector
+# product and two are not.
+_TOKENS = (1, 2, 4, 8, 12, 16, 24, 32, 64, 128)
+_CPU = (1.0, 1.6, 1.7, 1.8, 1.95, 2.1, 2.6, 3.2, 5.0, 9.0)
+_ACCELERATOR = (1.0, 1.01, 1.02, 1.04, 1.06, 1.08, 1.12, 1.16, 1.3, 1.6)
+
+Matrix = list[list[float]]
+
+
+def _alike(one: int, other: int) -> float:
+    """How far two rungs move together. Plain decoding has kernels of its own, and so a cost of its own."""
+    if one == other:
+        return 1.0
+    return 0.0 if 0 in (one, other) else math.exp(-abs(one - other) / REACH)
+
+
+def _covariance(common: float, apart: float) -> Matrix:
+    rungs = range(len(LADDER))
+    return [[common**2 + apart**2 * _alike(one, other) for other in rungs] for one in rungs]
+
+
+_PRIOR, _DRIFT = _covariance(UNKNOWN, SHAPE), _covariance(DRIFT, SHAPE_DRIFT)
+_DOUBT = _covariance(SURPRISED, SURPRISED)
+
+
+def _between(points: tuple[int, ...], value: float) -> tuple[int, float]:
+    """The point before `value`, and which part of the way to the next it has gone; held at both ends."""
+    place = min(max(bisect_right(points, value) - 1, 0), len(points) - 2)
+    part = (value - points[place]) / (points[place + 1] - points[place])
+    return place, min(max(part, 0.0), 1.0)
+
+
+class Curve:
+    """Seconds by width.
+
+    Args:
+        log_seconds: of each rung of `LADDER`, before anything is seen.
+    """
+
+    def __init__(self, log_seconds: list[float]) -> None:
+        self.mean = log_seconds
+        self.covariance = [row.copy() for row in _PRIOR]
+        self.seen = [0] * len(LADDER)
+
+    def __call__(self, width: int) -> float:
+        """Seconds at `width`."""
+        place, part = _between(LADDER, width)
+        return math.exp(self.mean[place] * (1 - part) + self.mean[place + 1] * part)
+
+    def doubt(self, width: int) -> float:
+        """Standard deviation of the log of the seconds."""
+        place, part = _between(LADDER, width)
+        rung = place + round(part)
+        return math.sqrt(max(0.0, self.covariance[rung][rung]))
+
+    def update(self, width: int, seconds: float) -> None:
+        """Takes note of a measured pass."""
+        place, part = _between(LADDER, width)
+        known, rungs = self.covariance, range(len(LADDER))
+        self._add(_DRIFT)
+        moved = [row[place] * (1 - part) + row[place + 1] * part for row in known]
+        first = not self.seen[place + round(part)]
+        variance = moved[place] * (1 - part) + moved[place + 1] * part + NOISE**2 * (FIRST if first else 1.0)
+        surprise = math.log(max(seconds, 1e-9)) - math.log(self(width))
+        most = MOST_SURPRISE * math.sqrt(variance)
+        accident = abs(surprise) > most
+        surprise = min(max(surprise, -most), most)
+        for rung in rungs:
+            gain = moved[rung] / variance
+            self.mean[rung] += gain * surprise
+            for other in rungs:
+                known[rung][other] -= gain * moved[other]
+        self.seen[place + round(part)] += 1
+        if accident:
+            self._add(_DOUBT)
+
+    def _add(self, doubt: Matrix) -> None:
+        for row, more in zip(self.covariance, doubt, strict=True):
+            for rung in range(len(LADDER)):
+                row[rung] += more[rung]
+
+
+def _of_a_pass(batch: int, accelerator: bool) -> list[float]:
+    """Log seconds of a pass, up to a constant."""
+    shape = _ACCELERATOR if accelerator else _CPU
+
+    def cost(tokens: int) -> float:
+        if tokens > _TOKENS[-1]:  # from here on every token costs the same
+            return shape[-1] * tokens / _TOKENS[-1]
+        place, part = _between(_TOKENS, tokens)
+        return shape[place] * (1 - part) + shape[place + 1] * part
+
+    return [math.log(0.05 * cost(batch * (width + 1)) / cost(batch)) for width in LADDER]
+
+
+def _of_a_draft() -> list[float]:
+    """Log seconds of a draft: hardly anything, whatever its depth, until it is seen."""
+    return [math.log(2e-4)] * len(LADDER)
+
+
+class Costs:
+    """Measured seconds of passes and drafts, by batch size. Learns from every call that uses it, unless it is frozen.
+
+    A model's costs are kept as long as it lives, so that only its first call has to learn them. Pass an object of your
+    own as `Auto(costs=...)` to keep it elsewhere. With frozen costs every choice is a function of the text alone.
+
+    Args:
+        frozen: never changes.
+    """
+
+    def __init__(self, frozen: bool = False) -> None:
+        self.frozen = frozen
+        self._curves: dict[str, Curve] = {}
+        self._lock = threading.Lock()
+
+    def passes(self, batch: int, threads: int) -> Curve:
+        """Seconds of a round without its draft, by width.
+
+        Args:
+            batch: rows.
+            threads: of the CPU that the target runs on; 0 for an accelerator.
+        """
+        where = f"{threads} threads" if threads else "accelerator"
+        return self._curve(f"pass, batch {batch}, {where}", lambda: _of_a_pass(batch, not threads))
+
+    def drafts(self, drafter: str, batch: int) -> Curve:
+        """Seconds of a draft, by depth asked for.
+
+        Args:
+            drafter: its name.
+            batch: rows.
+        """
+        return self._curve(f"draft, {drafter}, batch {batch}", _of_a_draft)
+
+    def _curve(self, key: str, prior: Callable[[], list[float]]) -> Curve:
+        with self._lock:
+            if key not in self._curves:
+                self._curves[key] = Curve(prior())
+            return self._curves[key]
+
+    def learn(self, curve: Curve, width: int, seconds: float) -> None:
+        """Takes note of a measurement, unless frozen.
+
+        Args:
+            curve: one of this object's.
+            width: of the pass, or depth of the draft.
+            seconds: measured.
+        """
+        if not self.frozen:
+            with self._lock:
+                curve.update(width, seconds)
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Writes JSON: seconds by width for each thing measured."""
+        with self._lock:
+            told = {key: [math.exp(value) for value in curve.mean] for key, curve in self._curves.items()}
+        Path(path).write_text(json.dumps({"widths": LADDER, "seconds": told}, indent=1) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | PathLike[str], frozen: bool = True) -> Costs:
+        """Reads what `save` wrote.
+
+        Args:
+            path: of the file.
+            frozen: see `Costs`.
+
+        Raises:
+            ValueError: the file was not written by `save`.
+        """
+        told = json.loads(Path(path).read_text(encoding="utf-8"))
+        if not isinstance(told, dict) or told.get("widths") != list(LADDER):
+            raise ValueError(f"{path} holds no costs for the widths {LADDER}")
+        costs = cls(frozen)
+        for key, seconds in told["seconds"].items():
+            costs._curves[key] = curve = Curve([math.log(value) for value in seconds])
+            curve.covariance = _covariance(SHAPE, SHAPE / 2)
+            curve.seen = [1] * len(LADDER)
+        return costs
+
+
+_kept: WeakKeyDictionary[Module, Costs] = WeakKeyDictionary()
+
+
+def costs_of(model: Module) -> Costs:
+    """The costs of a live model, kept beside it and never on it."""
+    return _kept.setdefault(model, Costs())
+
+
+def forget(model: Module) -> None:
+    """For a model whose passes have changed: what they cost before means nothing."""
+    _kept.pop(model, None)

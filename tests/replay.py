@@ -1,0 +1,128 @@
+"""Decoding of a saved text without its model: what a drafter and a controller make of it, at saved costs.
+
+tests/data/texts.json holds greedy answers of SmolLM2-135M-Instruct (float32) to the prompts of hf_specgen/bench: for each
+its ids, those of the prompt, and the model's eight best ids at each place of the answer. `python tests/replay.py` writes
+it anew. What the model found likely behind tokens that it did not choose is not in there, so that drafters which
+recycle that get less than they would.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import hf_specgen as sg
+from hf_specgen.draft import Context, Draft, Limit, Request, Verified
+from hf_specgen.length import Length, Situation, within
+from hf_specgen.loop import MOST_NODES
+from hf_specgen.stats import Step
+
+DATA = Path(__file__).parent / "data"
+NEW_TOKENS, TOP = 96, 8
+
+
+@dataclass(frozen=True)
+class Text:
+    """One saved answer."""
+
+    copies: bool
+    prompt: list[int]
+    answer: list[int]
+    top: list[list[int]]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Width and gained tokens of each round, and the seconds that all of them cost."""
+
+    rounds: list[tuple[int, int]]
+    seconds: float
+
+    @property
+    def seconds_a_token(self) -> float:
+        return self.seconds / sum(gained for _, gained in self.rounds)
+
+
+def texts() -> dict[str, Text]:
+    saved = json.loads((DATA / "texts.json").read_text(encoding="utf-8"))
+    return {name: Text(**text) for name, text in saved.items()}
+
+
+def replay(text: Text, drafter: Any, length: Length, seconds: Callable[[int], float]) -> Outcome:
+    """Decodes `text` as the loop would, with greedy matching.
+
+    Args:
+        text: what the target says.
+        drafter: proposes.
+        length: controls it.
+        seconds: of a pass, by width.
+    """
+    session = drafter.start(None, Request(batch=1))
+    controller = length.start(Situation(batch=1, drafter=type(drafter).__name__))
+    top_k = session.needs.top_k
+    answer, ids = text.answer, [*text.prompt, text.answer[0]]
+    controller.update(Step([ids[-1:]], [0], [0]))
+    last = Verified(Draft.empty(1), [[]], [[]], [[text.top[0][:top_k]]] if top_k else [])
+    rounds: list[tuple[int, int]] = []
+    spent = 0.0
+    while (done := len(ids) - len(text.prompt)) < len(answer):
+        depth = within(controller.depth(), [len(answer) - done])
+        limit = Limit(depth, max(MOST_NODES, *depth), chain=False)
+        proposed = session.propose(Context([ids], [len(ids)], last=last), limit) if any(depth) else Draft.empty(1)
+        checked = controller.choose(proposed)
+        path = _walk(checked, answer[done:])
+        gained = answer[done : done + len(path) + 1]
+        took = seconds(checked.nodes)
+        drafted = int((checked.parents >= 0).sum())
+        controller.update(Step([gained], [drafted], [len(path)], checked.nodes, seconds=took))
+        rounds.append((checked.nodes, len(gained)))
+        spent += took
+        # The path is what is known of the pass.
+        tokens, tops = gained[: len(path)], text.top[done : done + len(gained)]
+        shown = [[best[:top_k] for best in tops]] if top_k else []
+        last = Verified(proposed, [tokens], [list(range(len(tokens)))], shown)
+        ids.extend(gained)
+    return Outcome(rounds, spent)
+
+
+def _walk(draft: Draft, coming: list[int]) -> list[int]:
+    """The places of a one-row draft that the text goes through; the last token of a text is never a drafted one."""
+    path, stand = [], 0
+    tokens, parents = draft.tokens[0].tolist(), draft.parents[0].tolist()
+    for token in coming[:-1]:
+        places = [place for place, of in enumerate(zip(tokens, parents, strict=True), 1) if of == (token, stand)]
+        if not places:
+            break
+        stand = places[0]
+        path.append(stand)
+    return path
+
+
+def _write() -> None:
+    from hf_specgen.bench import smollm2
+    from hf_specgen.bench.prompts import COPYING, FREE
+    from hf_specgen.cli import encode
+
+    model, tokenizer = smollm2.load()
+    lines = []
+    for copies, prompts in (True, COPYING), (False, FREE):
+        for name, prompt in prompts.items():
+            inputs = encode(tokenizer, prompt)
+            kwargs = {"do_sample": False, "max_new_tokens": NEW_TOKENS}
+            out = model.generate(**inputs, **kwargs, return_dict_in_generate=True, output_logits=True)
+            prompt_ids = inputs["input_ids"][0].tolist()
+            text = {
+                "copies": copies,
+                "prompt": prompt_ids,
+                "answer": out.sequences[0, len(prompt_ids) :].tolist(),
+                "top": [logits[0].topk(TOP).indices.tolist() for logits in out.logits],
+            }
+            lines.append(f'"{name}": {json.dumps(text, separators=(",", ":"))}')
+    (DATA / "texts.json").write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    _write()

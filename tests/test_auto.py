@@ -1,0 +1,125 @@
+"""`assistant="auto"`: the gate that it is never a loss and a gain where a text copies, and the law under it."""
+
+import pytest
+import replay
+import tiny
+import torch
+from tiny import ONE, RAGGED, run
+
+import hf_specgen as sg
+from hf_specgen.assistants import resolve
+from hf_specgen.costs import Costs, costs_of
+from hf_specgen.generation import rehearse
+from hf_specgen.length import Auto, AutoController
+
+TEXTS = replay.texts()
+COSTS = {name: Costs.load(replay.DATA / f"costs-{name}.json") for name in ("eager", "packed")}
+# Speed-ups over plain passes that texts which copy must reach; this summary copies half of its words only.
+GAINS = {"eager": {"summary": 1.1}, "packed": {}}
+
+
+def drafter() -> object:
+    return resolve("auto", tiny.llama()).drafter
+
+
+@pytest.mark.parametrize("costs", COSTS)
+@pytest.mark.parametrize("name", TEXTS)
+def test_auto_costs_no_more_than_plain_decoding_and_gains_where_a_text_copies(name, costs):
+    text, seconds = TEXTS[name], COSTS[costs].passes(1, 1)
+    outcome = replay.replay(text, drafter(), Auto(costs=COSTS[costs]), seconds)
+    assert sum(gained for _, gained in outcome.rounds) == len(text.answer) - 1
+    speedup = seconds(0) / outcome.seconds_a_token
+    assert speedup >= (GAINS[costs].get(name, 1.5) if text.copies else 1 / 1.03)
+    assert any(width for width, _ in outcome.rounds)
+
+
+def test_the_gate_can_tell_a_loss_and_a_missed_gain():
+    seconds = COSTS["eager"].passes(1, 1)
+    always = replay.replay(TEXTS["chat"], drafter(), sg.Fixed(8), seconds)
+    assert always.seconds_a_token > 1.2 * seconds(0)
+    never = replay.replay(TEXTS["repeat"], drafter(), sg.Fixed(0), seconds)
+    assert never.seconds_a_token == pytest.approx(seconds(0))
+
+
+@pytest.mark.parametrize("name", ["repeat", "code edit", "list"])
+def test_it_comes_close_to_the_best_fixed_depth(name):
+    # 97 % over a run is the controller's in test_length.py; a text of 96 tokens has little room to learn in.
+    seconds = COSTS["packed"].passes(1, 1)
+    auto = replay.replay(TEXTS[name], drafter(), Auto(costs=COSTS["packed"]), seconds)
+    fixed = [replay.replay(TEXTS[name], sg.SuffixLookup(), sg.Fixed(depth), seconds) for depth in range(13)]
+    assert auto.seconds <= min(outcome.seconds for outcome in fixed) / 0.95
+
+
+# ---------------------------------------------------------------------------------------------------------- the law
+
+
+@pytest.mark.parametrize("rows", [ONE, RAGGED], ids=["one", "ragged"])
+@pytest.mark.parametrize("mode", ["greedy", "sampled", "hash-sampled", "penalties-greedy"])
+def test_the_text_is_that_of_plain_decoding_whatever_the_clock_says(mode, rows):
+    model = sg.enable(tiny.llama())
+    known = tiny.truth_of(model, rows, mode, 32)
+    for _ in range(3):
+        assert run(model, rows, mode, assistant="auto", num_assistant_tokens="auto", max_new_tokens=32) == known
+
+
+def test_widths_change_within_a_call_and_the_text_does_not():
+    model = sg.enable(tiny.llama())
+    known = tiny.truth_of(model, RAGGED, "greedy", 32)
+
+    class Moody:
+        def __init__(self) -> None:
+            self.calls = 0
+
+        def start(self, situation):
+            return self
+
+        def depth(self):
+            self.calls += 1
+            return (0, 5, 1, 8)[self.calls % 4]
+
+        def choose(self, draft):
+            keep = (self.calls // 4) % 3
+            if keep == 0 or not draft.nodes:
+                return draft
+            return sg.Draft.empty(len(draft.tokens)) if keep == 1 else draft.up_to(2)
+
+        def update(self, step):
+            pass
+
+    script = tiny.Scripted(known, "tree")
+    assert run(model, RAGGED, assistant=script, num_assistant_tokens=Moody(), max_new_tokens=32) == known
+
+
+def test_auto_is_the_default_of_drafters_that_name_no_depth_and_of_auto_itself(monkeypatch):
+    monkeypatch.undo()  # conftest's steady depth
+    model = sg.enable(tiny.llama())
+    for assistant in "auto", sg.PromptLookup(), tiny.sibling(model), {"method": "ngram"}:
+        call = rehearse(model, **ONE.inputs(), max_new_tokens=4, assistant=assistant).call
+        assert isinstance(call.controller, AutoController)
+    assert sg.check(model, "auto").num_assistant_tokens == "auto"
+    plain = rehearse(model, **ONE.inputs(), max_new_tokens=4, assistant=sg.Plain()).call
+    assert plain.controller == sg.Fixed(0)
+
+
+def test_costs_live_as_long_as_the_model_and_end_with_what_they_were_measured_on():
+    model = sg.enable(tiny.llama())
+    run(model, ONE, assistant="auto", num_assistant_tokens="auto", max_new_tokens=12)
+    learnt = costs_of(model)
+    assert any(learnt.passes(1, torch.get_num_threads()).seen)
+    assert costs_of(model) is learnt
+    sg.disable(model)
+    assert costs_of(model) is not learnt
+
+
+def test_costs_of_the_callers_own_are_used_and_learn_unless_frozen():
+    model, mine = sg.enable(tiny.llama()), Costs()
+    for costs in mine, Costs(frozen=True):
+        run(model, ONE, assistant="auto", num_assistant_tokens=Auto(costs=costs), max_new_tokens=12)
+        assert any(costs.passes(1, torch.get_num_threads()).seen) != costs.frozen
+
+
+def test_report_77_a_depth_that_adapts_leaves_no_trace_on_model_or_config():
+    model = sg.enable(tiny.llama())
+    before = model.generation_config.to_dict(), {name for name in vars(model)}
+    run(model, RAGGED, assistant="auto", num_assistant_tokens="auto", max_new_tokens=24)
+    assert (model.generation_config.to_dict(), {name for name in vars(model)}) == before
