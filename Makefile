@@ -2,6 +2,8 @@
 
 PYTHON ?= python3
 PYTEST_WORKERS ?= 2
+# Options of `make categories`, such as --questions or --batch.
+BENCH ?=
 BIN := .venv/bin
 NEWEST := .venv-newest
 
@@ -17,7 +19,7 @@ OMP_NUM_THREADS=1 $(1) -m pytest -m "$(2)timing"
 endef
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-newest support check fix bench
+.PHONY: help demo test test-all test-newest support check fix bench categories
 
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -50,6 +52,10 @@ fix: .venv/ready ## what lint and format can mend by themselves
 bench: .venv/ready ## the measurements
 	$(BIN)/python -m pip install -q -c constraints.txt -e ".[bench]"
 	$(BIN)/python -m hf_specgen.bench
+
+categories: .venv/ready ## the same over categories of questions, in an hour or two; goes on where it was stopped
+	$(BIN)/python -m pip install -q -c constraints.txt -e ".[bench]"
+	$(BIN)/python -m hf_specgen.bench.categories --out build/categories.jsonl $(BENCH)
 
 .venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv

@@ -39,6 +39,11 @@ _ACCELERATOR = (1.0, 1.01, 1.02, 1.04, 1.06, 1.08, 1.12, 1.16, 1.3, 1.6)
 Matrix = list[list[float]]
 
 
+def rungs(most: int) -> list[int]:
+    """The widths of the ladder up to `most`, and that: enough to choose from, since costs are smooth between them."""
+    return [*(width for width in LADDER if 0 < width < most), most]
+
+
 def _alike(one: int, other: int) -> float:
     """How far two rungs move together. Plain decoding has kernels of its own, and so a cost of its own."""
     if one == other:
@@ -47,8 +52,8 @@ def _alike(one: int, other: int) -> float:
 
 
 def _covariance(common: float, apart: float) -> Matrix:
-    rungs = range(len(LADDER))
-    return [[common**2 + apart**2 * _alike(one, other) for other in rungs] for one in rungs]
+    places = range(len(LADDER))
+    return [[common**2 + apart**2 * _alike(one, other) for other in places] for one in places]
 
 
 _PRIOR, _DRIFT = _covariance(UNKNOWN, SHAPE), _covariance(DRIFT, SHAPE_DRIFT)
@@ -88,7 +93,7 @@ class Curve:
     def update(self, width: int, seconds: float) -> None:
         """Takes note of a measured pass."""
         place, part = _between(LADDER, width)
-        known, rungs = self.covariance, range(len(LADDER))
+        known, places = self.covariance, range(len(LADDER))
         self._add(_DRIFT)
         moved = [row[place] * (1 - part) + row[place + 1] * part for row in known]
         first = not self.seen[place + round(part)]
@@ -97,10 +102,10 @@ class Curve:
         most = MOST_SURPRISE * math.sqrt(variance)
         accident = abs(surprise) > most
         surprise = min(max(surprise, -most), most)
-        for rung in rungs:
+        for rung in places:
             gain = moved[rung] / variance
             self.mean[rung] += gain * surprise
-            for other in rungs:
+            for other in places:
                 known[rung][other] -= gain * moved[other]
         self.seen[place + round(part)] += 1
         if accident:

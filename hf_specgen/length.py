@@ -14,7 +14,7 @@ from itertools import accumulate
 from typing import Protocol
 
 from hf_specgen.acceptance import Acceptance, Guess, Trust, Watched
-from hf_specgen.costs import Costs
+from hf_specgen.costs import Costs, rungs
 from hf_specgen.draft import Draft
 from hf_specgen.stats import Step
 
@@ -25,7 +25,7 @@ CHEAP = 0.03
 # How deep to ask while nobody knows what a draft costs.
 FIRST_DEPTH = 5
 # Rounds without a dear drafter before it gets another try; doubled with each try in vain, up to the last.
-PATIENCE, MOST_PATIENCE = 8, 256
+PATIENCE, MOST_PATIENCE = 16, 512
 # How many standard deviations of doubt a cost is given credit for: what was not tried for long gets a try.
 CREDIT = 0.3
 # What drafting must promise beyond plain decoding: of several estimates the highest is mostly too high.
@@ -184,7 +184,7 @@ class AutoController:
             cost = self._cost(round(depth * self._bushiness)) + self.drafts(depth)
             return (1 + trust * promised[depth]) / cost
 
-        best = max(range(1, self.most + 1), key=lambda depth: rate(depth, 1.0))
+        best = max(rungs(self.most), key=lambda depth: rate(depth, 1.0))
         if rate(best, self.trust(promised[best])) > 1 / self._cost(0):
             self._rested, self._patience = 0, PATIENCE
         else:
@@ -215,7 +215,7 @@ class AutoController:
         def rate(width: int, trust: float) -> float:
             return (self._live + trust * sum(promised(width))) / self._cost(width)
 
-        widths = [draft.nodes] if draft.whole else range(1, draft.nodes + 1)
+        widths = [draft.nodes] if draft.whole else rungs(draft.nodes)
         width = max(widths, key=lambda width: rate(width, 1.0))
         trust = self.trust(sum(promised(width)) / self._live)
         width = max(widths, key=lambda width: rate(width, trust))

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import hf_specgen as sg
+from hf_specgen import theory
 from hf_specgen.acceptance import Acceptance
 from hf_specgen.costs import LADDER, Costs, Curve
 from hf_specgen.draft import Draft
@@ -125,6 +126,19 @@ WORLDS = {
 def test_it_comes_within_three_percent_of_the_best_fixed_depth(name):
     world = WORLDS[name]().run(auto(), 600)
     assert world.speed() >= 0.97 * best_fixed(WORLDS[name], 3000)
+
+
+@pytest.mark.parametrize("right", [0.2, 0.5, 0.8, 0.9])
+@pytest.mark.parametrize("verify", [linear(1.02, 0.02), linear(1.7, 0.02)], ids=["accelerator", "cpu"])
+def test_it_reaches_the_speed_up_that_theory_knows(right, verify):
+    best = theory.best_k(right, verify=verify, most=16)
+    known = theory.speed_up(right, best, verify=verify)
+    speeds = [
+        World(lambda w, _: verify(w), lambda _: right, says=right, dice=random.Random(seed)).run(auto(), 400).speed()
+        for seed in range(3)
+    ]
+    assert statistics.mean(speeds) == pytest.approx(known, rel=0.06)
+    assert (best == 0) == (known == 1.0)
 
 
 @pytest.mark.parametrize("name", ["a cheap one that is mostly wrong", "a cheap one that thinks too well of itself"])
