@@ -1,8 +1,8 @@
 """Decoding of a saved text without its model: what a drafter and a controller make of it, at saved costs.
 
-tests/data/texts.json holds greedy answers of SmolLM2-135M-Instruct (float32) to the prompts of hf_specgen/bench: for each
-its ids, those of the prompt, and the model's eight best ids at each place of the answer. `python tests/replay.py` writes
-it anew. What the model found likely behind tokens that it did not choose is not in there, so that drafters which
+tests/data/texts.json holds greedy answers of SmolLM2-135M-Instruct (float32) to the prompts of hf_specgen/bench: for
+each its ids, those of the prompt, and the model's eight best ids at each place of the answer. `python tests/replay.py`
+writes it anew. What the model found likely behind tokens that it did not choose is not in there, so that drafters which
 recycle that get less than they would.
 """
 
@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import hf_specgen as sg
 from hf_specgen.draft import Context, Draft, Limit, Request, Verified
 from hf_specgen.length import Length, Situation, within
 from hf_specgen.loop import MOST_NODES

@@ -64,6 +64,23 @@ def test_vllm_s_names_for_prompt_lookup(model, assistant, expected):
     assert assistant == before
 
 
+def test_vllm_s_names_for_suffix_decoding(model):
+    config = {"method": "suffix", "suffix_decoding_max_spec_factor": 2.0, "suffix_decoding_min_token_prob": 0.1}
+    assert resolve(config, model).drafter == sg.SuffixLookup(max_spec_factor=2.0, min_token_prob=0.1)
+    assert resolve({**config, "suffix_decoding_max_tree_depth": 24}, model).tokens == 24
+    assert resolve({**config, "num_speculative_tokens": 32}, model).tokens == 32
+    with pytest.raises(ValueError, match=r"pass a store of your own"):
+        resolve({**config, "suffix_decoding_max_cached_requests": 10}, model)
+
+
+def test_auto_merges_what_needs_no_training_and_keeps_nothing_between_calls(model):
+    found = resolve("auto", model)
+    assert found.drafter == sg.Merge(sg.SuffixLookup(), sg.TokenRecycling())
+    assert found.tokens is None
+    with pytest.raises(ValueError, match="assistant='automatic' is not"):
+        resolve("automatic", model)
+
+
 def test_vllm_s_names_for_a_draft_model(model):
     small = tiny.sibling(model)
     found = resolve({"method": "draft_model", "model": small}, model)
@@ -105,9 +122,9 @@ def test_a_path_is_loaded_once_for_each_live_target(model, tmp_path, monkeypatch
 @pytest.mark.parametrize(
     ("assistant", "message"),
     [
-        ({}, "method=None is not one of 'ngram', 'draft_model'"),
-        ({"method": "eagle9"}, "method='eagle9' is not one of 'ngram', 'draft_model'"),
-        ({"method": ["ngram"]}, "is not one of 'ngram', 'draft_model'"),
+        ({}, "method=None is not one of 'ngram', 'suffix', 'draft_model'"),
+        ({"method": "eagle9"}, "method='eagle9' is not one of 'ngram', 'suffix', 'draft_model'"),
+        ({"method": ["ngram"]}, "is not one of 'ngram', 'suffix', 'draft_model'"),
         ({"method": "ngram", "model": "x", "color": 1}, "method='ngram' takes no 'model', 'color'"),
         ({"method": "draft_model"}, "method='draft_model' needs 'model'"),
         ({"method": "draft_model", "model": 3}, "'model' is 3; it must be a path, a hub id or a loaded causal LM"),

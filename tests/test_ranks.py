@@ -257,7 +257,7 @@ class Moody:
     def __init__(self) -> None:
         self.chance = random.Random(dist.get_rank())
 
-    def start(self, situation: Any) -> "Moody":
+    def start(self, situation: Any) -> Moody:
         return self
 
     def depth(self) -> int:

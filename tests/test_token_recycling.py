@@ -201,6 +201,14 @@ def test_rejected_nodes_count_but_what_was_accepted_counts_more() -> None:
     assert {token: row.ids for token, row in session.matrix._rows.items()} == {3: (5,), 4: (20,), 5: (21,)}
 
 
+def test_of_two_twins_the_first_was_walked() -> None:
+    session = start()
+    draft = propose(session, [3])
+    last = Verified(draft, [[4, 4, 5]], [[0, 0, 1]], [[[4], [5], [20], [21]]])
+    propose(session, [3, 4, 5, 9], last=last)
+    assert {token: row.ids for token, row in session.matrix._rows.items()} == {3: (4,), 4: (5,), 5: (21,)}
+
+
 def test_places_without_a_node_teach_nothing() -> None:
     session = start(batch=2)
     draft = propose(session, [3], [4])
@@ -220,6 +228,11 @@ def test_a_pass_that_it_was_not_asked_about_is_taken_in_if_its_place_is_known() 
     # A tree that does not lead to what was decided since: rounds went by.
     propose(session, [1, 2, 3, 7, 8, 5, 5, 6], last=Verified(other, [[7]], [[0]], [[[7], [9]]]))
     assert set(session.matrix._rows) == {2, 3, 7}
+    # Rounds went by, and the last one checked nothing.
+    propose(session, [1, 2, 3, 7, 8, 5, 5, 6, 6, 4], last=Verified(Draft.empty(1), [[]], [[]], [[[11]]]))
+    row = session.matrix.get(6)
+    assert row is not None
+    assert row.ids == (11,)
     # A tree before this session was asked for the first time.
     late = start()
     propose(late, [1, 7, 8], last=Verified(other, [[7]], [[0]], [[[7], [9]]]))
