@@ -81,8 +81,7 @@ class TransposedLinear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         """As `nn.Linear`, to rounding."""
         weight, bias = self.weight, self.bias
-        few = x.numel() <= _most_rows() * x.shape[-1]
-        if few and weight.dtype in TRANSPOSED and _is_plain(x, weight, bias):
+        if weight.dtype in TRANSPOSED and _is_plain(x, weight, bias) and x.numel() <= _most_rows() * x.shape[-1]:
             return _transposed(x, weight, bias)
         return F.linear(x, weight, bias)
 
@@ -168,7 +167,9 @@ def _is_dense(weight: Tensor) -> bool:
 def _is_plain(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Whether a call has nothing to it but the product: no gradients, no autocast, no graph being captured."""
     return (
-        type(x) is Tensor
+        not torch.compiler.is_compiling()
+        and not is_jit_tracing()
+        and type(x) is Tensor
         and type(weight) is nn.Parameter
         and x.dtype == weight.dtype
         and x.layout == torch.strided
@@ -176,8 +177,6 @@ def _is_plain(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         and x.numel() > 0
         and not (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias)))
         and not torch.is_autocast_enabled("cpu")
-        and not torch.compiler.is_compiling()
-        and not is_jit_tracing()
     )
 
 

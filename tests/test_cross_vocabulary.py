@@ -372,15 +372,19 @@ def test_drafts_are_those_of_everything_anew(method, names):
 def test_what_was_drafted_behind_a_token_that_has_changed_is_not_kept():
     # The drafter has "t", and guessed "th" to follow; with an "h" the "t" becomes that very "th".
     target, words = tiny.llama(), tokenizer("letters").get_vocab()
-    drafter = CrossVocabulary(tongues.translated(target), tokenizer("others"), method="slem")
+    both = tokenizer("others").get_vocab()["th"]
+    model = tongues.translated(target)
+    with torch.no_grad():
+        model.model.embed_tokens.weight[both].neg_()  # elsewhere it is read as a "t"
+    drafter = CrossVocabulary(model, tokenizer("others"), method="slem")
     request, limit = Request(1, tokenizer=tokenizer("letters")), Limit((4,), 4, True)
     ids = [*tiny.ONE.rows[0], words["t"]]
+    later = [*ids, words["h"], words["z"]]
     session = drafter.start(target, request)
     session.propose(Context([ids], [len(ids)]), limit)
-    session._mine = Draft.chain(torch.tensor([[tokenizer("others").get_vocab()["th"], 1, 2]]), [3])
-    session._fed = [2]
+    session._mine, session._fed = Draft.chain(torch.tensor([[both, 1, 2]]), [3]), [2]
     drafted = [
-        one.propose(Context([[*ids, words["h"]]], [len(ids) + 1]), limit).tokens.tolist()
+        one.propose(Context([later], [len(later)]), limit).tokens.tolist()
         for one in (session, drafter.start(target, request))
     ]
     assert drafted[0] == drafted[1]

@@ -436,6 +436,15 @@ def test_hooks_that_accelerate_puts_on_a_model_call_the_view():
     )
 
 
+@pytest.mark.parametrize("rows", ROWS)
+def test_where_the_frequencies_follow_the_length_the_view_keeps_a_cache_of_its_own(rows):
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    model = sg.enable(tiny.llama(num_hidden_layers=LAYERS, max_position_embeddings=32, rope_parameters=rope))
+    watched = Watched(sg.LayerSkip(exit_layer=2), lambda *_: None)
+    assert run(model, ROWS[rows], assistant=watched, max_new_tokens=NEW) == plain(model, ROWS[rows])
+    assert not watched.sessions[0]._in_target
+
+
 FAMILIES = ["gpt2", "gpt_oss", "phi3", "opt", "qwen2_5_vl", "qwen3_next", "mamba2", "falcon_h1"]
 
 

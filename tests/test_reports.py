@@ -409,7 +409,6 @@ EXACT, LOOKUP, REAL, RULES = "test_exact.py", "test_prompt_lookup.py", "test_rea
 
 # What belongs to parts that do not exist yet.
 HEADS, TRAINING = "trained heads", "training"
-AUTO = 'draft length "auto"'
 
 REPORTS = {
     1: (OUTPUTS, "test_the_shortest_prompts"),
@@ -463,7 +462,7 @@ REPORTS = {
     73: (REFUSALS, "test_a_config_that_training_left_without_a_cache_is_no_refusal"),
     74: (MODEL, "test_a_drafter_s_own_generation_config_is_neither_read_nor_written"),
     76: (REFUSALS, "test_other_ways_to_decode"),
-    77: AUTO,
+    77: ("test_auto.py", "test_report_77_what_cannot_gain_costs_no_more_than_plain_decoding"),
     79: (MODEL, "test_a_drafter_on_another_device"),
     80: (DOORS, "test_a_peft_target_works_through_its_wrapper"),
     82: (HERE, "test_report_82_a_quantised_target_differs_at_near_ties_only"),
@@ -498,7 +497,7 @@ REPORTS = {
     125: TRAINING,
     127: TRAINING,
     128: TRAINING,
-    130: TRAINING,
+    130: (CROSSED, "test_report_130_permuted_vocabularies_are_told_apart_and_translated"),
     131: TRAINING,
     133: TRAINING,
     134: TRAINING,

@@ -24,7 +24,6 @@ from hf_specgen.drafters.draft_model import DraftModel, DraftModelSession, eval_
 from hf_specgen.drafters.layer_view import Decoder, SkipSet, view_of, why_not_skipped
 from hf_specgen.prompt import generative, prompt_of
 from hf_specgen.ranks import is_fully_sharded, several
-from hf_specgen.rope import switches
 from hf_specgen.target import Target, why_cropped
 from hf_specgen.vocabulary import size
 
@@ -123,13 +122,10 @@ class LayerSkipSession(DraftModelSession):
     def propose(self, context: Context, limit: Limit) -> Draft:
         """See `DraftSession`. The target's cache is left as it was, but for what lies behind the committed tokens."""
         cache = context.cache
-        # A recurrent state would have to be copied first, and a cache that is computed anew is another object.
-        if not isinstance(cache, SlotCache) or not cache.trees or switches(self.model):
+        if not isinstance(cache, SlotCache) or not self._shares(cache):
             return super().propose(context, limit)
         if max(limit.depth) == 0:
             return Draft.empty(self.request.batch)
-        if self.runner is None:
-            self.runner, self._in_target = Behind(self.model, cache), True
         committed = list(cache.lengths)
         # Room for all of it at once: a sliding layer that makes room later drops what the committed tokens still see.
         room = max(limit.depth)
@@ -142,6 +138,13 @@ class LayerSkipSession(DraftModelSession):
             cache.lengths[:] = committed
             if min(committed) < max(committed):
                 self._wipe(cache, room)
+
+    def _shares(self, cache: SlotCache) -> bool:
+        """Whether it drafts in the target's cache; decided with the first draft."""
+        # A recurrent state would have to be copied first; one rotated by length is computed anew in another cache.
+        if self.runner is None and cache.trees and (behind := Behind(self.model, cache)).switch is None:
+            self.runner, self._in_target = behind, True
+        return self._in_target
 
     def _catch_up(self, runner: Target, context: Context, depth: tuple[int, ...]) -> Tensor:
         """Feeds the root; the decided tokens before it are in the cache."""
