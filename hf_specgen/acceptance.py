@@ -73,16 +73,17 @@ class Trust:
 
     def __call__(self, promised: float) -> float:
         """Which part to expect of what a draft promises, if it promises so many tokens."""
-        return self._ratio(_size(promised), self._ratio(-1, AT_FIRST))
-
-    def _ratio(self, kind: int, prior: float) -> float:
-        return (PROMISES * prior + self._kept[kind]) / (PROMISES + self._promised[kind])
+        ratio = AT_FIRST
+        # From the large down: who breaks large promises breaks small ones, but a lucky match is not yet a copy.
+        for size in range(len(SIZES), _size(promised) - 1, -1):
+            ratio = (PROMISES * ratio + self._kept[size]) / (PROMISES + self._promised[size])
+        return ratio
 
     def saw(self, promised: float, kept: int) -> None:
         """Takes note of a draft that the text has decided on."""
-        for kind in (_size(promised), -1):
-            self._promised[kind] = MEMORY * self._promised[kind] + promised
-            self._kept[kind] = MEMORY * self._kept[kind] + kept
+        size = _size(promised)
+        self._promised[size] = MEMORY * self._promised[size] + promised
+        self._kept[size] = MEMORY * self._kept[size] + kept
 
 
 def _size(promised: float) -> int:

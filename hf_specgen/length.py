@@ -13,15 +13,15 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Protocol
 
-from hf_specgen.acceptance import Acceptance, Guess, Trust, Watched
+from hf_specgen.acceptance import MEMORY, Acceptance, Guess, Trust, Watched
 from hf_specgen.costs import Costs, rungs
 from hf_specgen.draft import Draft
 from hf_specgen.stats import Step
 
 # What a drafter without confidences is believed to get right until it is seen.
 UNSEEN = 0.7
-# A drafter is cheap, and asked in every round, while a draft costs less than this part of a plain pass.
-CHEAP = 0.03
+# A drafter is cheap, and asked in every round, while a draft costs less than this part of a round.
+CHEAP = 0.05
 # How deep to ask while nobody knows what a draft costs.
 FIRST_DEPTH = 5
 # Rounds without a dear drafter before it gets another try; doubled with each try in vain, up to the last.
@@ -152,6 +152,7 @@ class AutoController:
         self.trust = Trust()
         self._rounds = self._drafts = 0
         self._live = situation.batch  # rows that go on
+        self._round_s = self.passes(0)  # of late
         # Of the round: the depth asked for, each row's draft, and what of it is checked promises.
         self._asked = 0
         self._guesses: list[Guess] = []
@@ -164,9 +165,9 @@ class AutoController:
         """See `Controller`."""
         self._guesses = []
         self._promised = []
-        if not any(self.drafts.seen):
+        if not any(self.drafts.seen) and not self.costs.frozen:
             self._asked = min(FIRST_DEPTH, self.most)
-        elif self.drafts(self.most) < CHEAP * self.passes(0):
+        elif self.drafts(self.most) < CHEAP * self._round_s:
             self._asked = self.most
         else:
             self._asked = self._paying_depth()
@@ -241,6 +242,8 @@ class AutoController:
             return
         self._live = sum(map(bool, step.tokens)) or 1
         self.costs.learn(self.passes, step.width, step.seconds - step.draft_s)
+        if not self.costs.frozen:
+            self._round_s = MEMORY * self._round_s + (1 - MEMORY) * step.seconds
         if self._asked:
             self._drafts += 1
             if self._drafts > 1:  # the first draft of a call reads the prompt
