@@ -12,6 +12,7 @@ import math
 import threading
 from bisect import bisect_right
 from collections.abc import Callable
+from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 from weakref import WeakKeyDictionary
@@ -30,10 +31,11 @@ MOST_SURPRISE, SURPRISED = 2.5, 0.2
 # The first pass of a width pays for memory and kernels.
 FIRST = 4.0
 
-# Seconds of a pass against one without a draft, by tokens of a row and rung: on a CPU one row is a matrix-vector
-# product and two are not.
+# Seconds of a pass against one of a single token, before anything is seen: on a CPU one token is a matrix-vector
+# product and two are not, unless the weights are packed.
 _TOKENS = (1, 2, 4, 8, 12, 16, 24, 32, 64, 128)
-_CPU = (1.0, 1.6, 1.7, 1.8, 1.95, 2.1, 2.6, 3.2, 5.0, 9.0)
+_CPU = (1.0, 1.7, 1.75, 1.9, 2.1, 2.4, 2.9, 3.4, 5.2, 9.5)
+_PACKED = (1.0, 1.05, 1.2, 1.4, 1.6, 1.85, 2.3, 2.8, 4.5, 8.0)
 _ACCELERATOR = (1.0, 1.01, 1.02, 1.04, 1.06, 1.08, 1.12, 1.16, 1.3, 1.6)
 
 Matrix = list[list[float]]
@@ -117,9 +119,27 @@ class Curve:
                 row[rung] += more[rung]
 
 
-def _of_a_pass(batch: int, accelerator: bool) -> list[float]:
+@dataclass(frozen=True)
+class Machine:
+    """What passes run on, as far as it changes what they cost from call to call.
+
+    Attributes:
+        threads: of the CPU; 0 for an accelerator.
+        linear: how linear layers multiply, see `hf_specgen.linear`.
+    """
+
+    threads: int = 1
+    linear: str | None = None
+
+    def __str__(self) -> str:
+        """As saved costs name it."""
+        kind = f", {self.linear} linear layers" if self.linear else ""
+        return (f"{self.threads} threads" if self.threads else "accelerator") + kind
+
+
+def _of_a_pass(batch: int, machine: Machine) -> list[float]:
     """Log seconds of a pass, up to a constant."""
-    shape = _ACCELERATOR if accelerator else _CPU
+    shape = _ACCELERATOR if not machine.threads else _PACKED if machine.linear == "packed" else _CPU
 
     def cost(tokens: int) -> float:
         if tokens > _TOKENS[-1]:  # from here on every token costs the same
@@ -150,15 +170,14 @@ class Costs:
         self._curves: dict[str, Curve] = {}
         self._lock = threading.Lock()
 
-    def passes(self, batch: int, threads: int) -> Curve:
+    def passes(self, batch: int, machine: Machine) -> Curve:
         """Seconds of a round without its draft, by width.
 
         Args:
             batch: rows.
-            threads: of the CPU that the target runs on; 0 for an accelerator.
+            machine: what the target runs on.
         """
-        where = f"{threads} threads" if threads else "accelerator"
-        return self._curve(f"pass, batch {batch}, {where}", lambda: _of_a_pass(batch, not threads))
+        return self._curve(f"pass, batch {batch}, {machine}", lambda: _of_a_pass(batch, machine))
 
     def drafts(self, drafter: str, batch: int) -> Curve:
         """Seconds of a draft, by depth asked for.
@@ -221,8 +240,3 @@ _kept: WeakKeyDictionary[Module, Costs] = WeakKeyDictionary()
 def costs_of(model: Module) -> Costs:
     """The costs of a live model, kept beside it and never on it."""
     return _kept.setdefault(model, Costs())
-
-
-def forget(model: Module) -> None:
-    """For a model whose passes have changed: what they cost before means nothing."""
-    _kept.pop(model, None)

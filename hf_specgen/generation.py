@@ -23,11 +23,12 @@ from transformers.generation.streamers import BaseStreamer
 
 from hf_specgen import attention
 from hf_specgen.assistants import ACCEPTED, resolve
-from hf_specgen.costs import costs_of, forget
+from hf_specgen.costs import Machine, costs_of
 from hf_specgen.draft import Draft, Request
 from hf_specgen.encoder import Source
 from hf_specgen.length import Length, Situation, as_length
 from hf_specgen.linear import install as install_linear
+from hf_specgen.linear import installed as installed_linear
 from hf_specgen.linear import uninstall as uninstall_linear
 from hf_specgen.loop import Call, decode
 from hf_specgen.outputs import Recorder, SpeculativeEncoderDecoderOutput, SpeculativeOutput
@@ -228,7 +229,7 @@ def prepare(
     situation = Situation(
         batch=batch,
         drafter=type(assistant.drafter).__name__,
-        threads=0 if target.device.type != "cpu" else torch.get_num_threads(),
+        machine=_machine(model, target.device),
         costs=costs_of(model),
         prunable=noise is None or not rules.verifier.wants_probs,
     )
@@ -245,6 +246,11 @@ def prepare(
         ranks=ranks,
     )
     return Prepared(call, recorder, config, options, reasons)
+
+
+def _machine(model: PreTrainedModel, device: torch.device) -> Machine:
+    """What a model's passes run on."""
+    return Machine(torch.get_num_threads(), installed_linear(model)) if device.type == "cpu" else Machine(0)
 
 
 def _with_stop_strings(criteria: StoppingCriteriaList, options: Options) -> StoppingCriteriaList:
@@ -493,12 +499,10 @@ def enable(model: Model, linear: str | None = None) -> Model:
     inner = generative(model)
     if linear is not None:
         install_linear(inner, linear)
-        forget(inner)
     if not isinstance(inner, SpecGenMixin):
         kind: Any = type(inner)
         inner.__class__ = _enabled_class(kind)
         attention.install(inner)
-        forget(inner)
     return model
 
 
@@ -525,5 +529,4 @@ def disable(model: Model) -> Model:
         attention.uninstall(inner)
         uninstall_linear(inner)
         inner.__class__ = plain
-        forget(inner)
     return model

@@ -14,7 +14,7 @@ from itertools import accumulate
 from typing import Protocol
 
 from hf_specgen.acceptance import MEMORY, Acceptance, Guess, Trust, Watched
-from hf_specgen.costs import Costs, rungs
+from hf_specgen.costs import Costs, Machine, rungs
 from hf_specgen.draft import Draft
 from hf_specgen.stats import Step
 
@@ -55,14 +55,14 @@ class Situation:
     Attributes:
         batch: rows.
         drafter: its name, to know its costs again.
-        threads: of the CPU that the target runs on; 0 for an accelerator.
+        machine: what the target runs on.
         costs: of this target, as far as they are known.
         prunable: drafts may be cut down after they were drawn; an accept rule that reads probabilities forbids it.
     """
 
     batch: int
     drafter: str = ""
-    threads: int = 1
+    machine: Machine = field(default_factory=Machine)
     costs: Costs = field(default_factory=Costs)
     prunable: bool = True
 
@@ -144,7 +144,7 @@ class AutoController:
     def __init__(self, situation: Situation, most: int) -> None:
         self.most = most
         self.costs = situation.costs
-        self.passes = situation.costs.passes(situation.batch, situation.threads)
+        self.passes = situation.costs.passes(situation.batch, situation.machine)
         self.drafts = situation.costs.drafts(situation.drafter, situation.batch)
         self.prunable = situation.prunable
         self.by_confidence = Acceptance()

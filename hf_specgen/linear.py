@@ -1,32 +1,41 @@
-"""Linear layers whose passes over a few tokens cost no more than one over a single token, on a CPU.
+"""Linear layers that several tokens pass through for little more than one, on a CPU.
 
 A pass over a few tokens is bound by reading the weights, and stock `F.linear` takes longer than reading does. For one
-token it takes a matrix-vector product that does not reach the memory's bandwidth everywhere; for more it lays every
+token it runs a matrix-vector product, which does not reach the memory's bandwidth everywhere; for more it lays every
 weight out anew in blocks, in every pass. Two ways around that, both explicit acts of `enable(model, linear=...)`:
 
-"packed": a copy of every weight, laid out by oneDNN once, and its product over it. It takes as much memory again as
-the linear weights do (`packed_bytes`), and about ten passes' time to make.
+"packed": a copy of every weight, laid out once, and oneDNN's product over it. The copies take as much memory as the
+linear weights do (`packed_bytes`), and a few passes' time to make.
 
-"transposed": no copy, only the other order of the operands, `(W x^T)^T`, which the library takes without laying the
-weights out. It serves few tokens only, more of them where several threads share the work; the rest is stock.
+"transposed": no copy, only the other order of the operands, `(W x^T)^T`, which the library takes without laying
+weights out. It serves few tokens, more of them where several threads share the work; the rest is stock.
 
-Milliseconds for all linear layers of SmolLM2-135M (float32, 540 MB), by tokens in the pass, medians on one thread of an
-AMD EPYC with AVX-512, torch 2.13 with MKL and oneDNN; below, bfloat16 on the same machine:
+Milliseconds of a pass of SmolLM2-135M over a context of 256 tokens, by tokens in the pass (width + 1); float32, AMD
+EPYC with AVX-512, torch 2.13 with MKL and oneDNN, interleaved medians of 9 on a shared machine:
 
-    tokens          1    2    3    4    5    6    7    8   16   24   32   48
-    stock          45   76   99   65   74   73   84   77   99  125  144  197
-    transposed     32   31   48   51   61    -    -    -    -    -    -    -
-    packed         36   35   35   33   32   33   41   43   60   82  101  144
-    stock, bf16    36   36        39                  44   55
-    packed, bf16   23   23        19                  24   34
+                             1    2    3    4    6    8   12   16   24   32
+    one thread, stock       60   97  120   92  103  110  118  131  157  185
+        transposed          53   56   78   76    -    -    -    -    -    -
+        packed              52   52   69   65   64   75   83   95  123  137
+    two threads, stock      62  108  124   97  103   98  111  115  130  158
+        transposed          37   37   48   48   63   69  107   92    -    -
+        packed              37   37   50   48   51   60   63   70   86  103
 
-oneDNN's kernel for one or two tokens is slower than that for four (39 and 48 against 33), so with AVX-512 the input is
-filled up to four rows. With AVX2 it is not (40, 39 and 48): there one and two tokens go the transposed way (32, 30).
-Above 48 tokens, prompts included, packed stays 10 to 15 % ahead of stock. The rows that a weight is packed for hardly
-matter from eight on, and packed for one a pass over four to 24 costs half again to twice as much. A weight that fits
-into the processor's cache gains nothing.
+and of its linear layers alone (540 MB), one thread, in float32 and in bfloat16:
 
-Either way results differ from stock's by rounding, as they do between stock's own kernels for one row and for many.
+    stock                   45   76   99   65   73   77        99  125  144
+    transposed              32   31   48   51   74    -         -    -    -
+    packed                  39   48   35   33   33   43        60   82  101
+    stock, bfloat16         36   36        39        44        55
+    packed, bfloat16        23   26        19        24        34
+
+oneDNN's product is not at its best over one and two tokens, so in float32 those go the transposed way with "packed"
+too, one token filled up to two columns: a single one would be a matrix-vector product again. Longer passes, prompts
+included, stay 10 to 15 % ahead of stock. A weight packed for one row makes a pass over four to 24 half again to twice
+as slow; packed for eight or more, they are alike. With AVX2 alone (the same machine) packed takes 48, 60 and 80 for 4,
+8 and 16 tokens where stock takes 66, 78 and 102. Weights that fit into the processor's cache gain nothing.
+
+Either way results differ from stock's by rounding, as they do between stock's own kernels for one token and for many.
 """
 
 from __future__ import annotations
@@ -174,7 +183,6 @@ def _is_plain(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         and x.dtype == weight.dtype
         and x.layout == torch.strided
         and weight.is_cpu
-        and x.numel() > 0
         and not (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias)))
         and not torch.is_autocast_enabled("cpu")
     )

@@ -1,14 +1,16 @@
 """`assistant="auto"`: the gate that it is never a loss and a gain where a text copies, and the law under it."""
 
+import gc
+import weakref
+
 import pytest
 import replay
 import tiny
-import torch
 from tiny import ONE, RAGGED, run
 
 import hf_specgen as sg
 from hf_specgen.assistants import resolve
-from hf_specgen.costs import Costs, costs_of
+from hf_specgen.costs import Costs, Machine, costs_of
 from hf_specgen.generation import rehearse
 from hf_specgen.length import Auto, AutoController
 
@@ -23,7 +25,7 @@ def drafter() -> object:
 
 
 def speed_up(name: str, costs: str) -> float:
-    text, seconds = TEXTS[name], COSTS[costs].passes(1, 1)
+    text, seconds = TEXTS[name], COSTS[costs].passes(1, Machine())
     outcome = replay.replay(text, drafter(), Auto(costs=COSTS[costs]), seconds)
     assert sum(gained for _, gained in outcome.rounds) == len(text.answer) - 1
     assert any(width for width, _ in outcome.rounds)
@@ -43,7 +45,7 @@ def test_what_copies_gains(name, costs):
 
 
 def test_the_gate_can_tell_a_loss_and_a_missed_gain():
-    seconds = COSTS["eager"].passes(1, 1)
+    seconds = COSTS["eager"].passes(1, Machine())
     always = replay.replay(TEXTS["chat"], drafter(), sg.Fixed(8), seconds)
     assert always.seconds_a_token > 1.2 * seconds(0)
     never = replay.replay(TEXTS["repeat"], drafter(), sg.Fixed(0), seconds)
@@ -53,7 +55,7 @@ def test_the_gate_can_tell_a_loss_and_a_missed_gain():
 @pytest.mark.parametrize("name", ["repeat", "code edit", "list"])
 def test_it_comes_close_to_the_best_fixed_depth(name):
     # 97 % over a run is the controller's in test_length.py; a text of 96 tokens has little room to learn in.
-    seconds = COSTS["packed"].passes(1, 1)
+    seconds = COSTS["packed"].passes(1, Machine())
     auto = replay.replay(TEXTS[name], drafter(), Auto(costs=COSTS["packed"]), seconds)
     fixed = [replay.replay(TEXTS[name], sg.SuffixLookup(), sg.Fixed(depth), seconds) for depth in range(13)]
     assert auto.seconds <= min(outcome.seconds for outcome in fixed) / 0.95
@@ -110,21 +112,26 @@ def test_auto_is_the_default_of_drafters_that_name_no_depth_and_of_auto_itself(m
     assert plain.controller == sg.Fixed(0)
 
 
-def test_costs_live_as_long_as_the_model_and_end_with_what_they_were_measured_on():
+def test_costs_live_as_long_as_the_model_and_are_those_of_what_it_runs_on():
     model = sg.enable(tiny.llama())
     run(model, ONE, assistant="auto", num_assistant_tokens="auto", max_new_tokens=12)
-    learnt = costs_of(model)
-    assert any(learnt.passes(1, torch.get_num_threads()).seen)
-    assert costs_of(model) is learnt
-    sg.disable(model)
-    assert costs_of(model) is not learnt
+    learnt = costs_of(sg.enable(sg.disable(model)))
+    assert any(learnt.passes(1, Machine()).seen)
+    sg.enable(model, linear="transposed")
+    run(model, RAGGED, assistant="auto", num_assistant_tokens="auto", max_new_tokens=12)
+    assert any(learnt.passes(3, Machine(linear="transposed")).seen)
+    assert not any(learnt.passes(3, Machine()).seen)
+    gone = weakref.ref(learnt)
+    del model, learnt
+    gc.collect()
+    assert gone() is None
 
 
 def test_costs_of_the_callers_own_are_used_and_learn_unless_frozen():
     model, mine = sg.enable(tiny.llama()), Costs()
     for costs in mine, Costs(frozen=True):
         run(model, ONE, assistant="auto", num_assistant_tokens=Auto(costs=costs), max_new_tokens=12)
-        assert any(costs.passes(1, torch.get_num_threads()).seen) != costs.frozen
+        assert any(costs.passes(1, Machine()).seen) != costs.frozen
 
 
 def test_a_depth_that_adapts_leaves_no_trace_on_model_or_config():

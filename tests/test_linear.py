@@ -361,10 +361,30 @@ def test_what_is_not_a_plain_product_runs_stock(kind):
         assert "aten::linear" in str(traced.inlined_graph)
         exported = torch.export.export(model, (x,))
         assert "aten.linear" in str(exported.graph)
-        with pytest.raises(RuntimeError):
-            model(x.double())
-        with pytest.raises(RuntimeError):
-            model(torch.randn(4, 47))
+        torch.testing.assert_close(torch.compile(model, backend="eager", fullgraph=True)(x), model(x))
+        torch.testing.assert_close(model(x[:1].to_sparse()), model(x[:1]))
+        for wrong in (x.double(), x.bfloat16(), x[:1].double(), torch.randn(4, 47), torch.randn(1, 47)):
+            with pytest.raises(RuntimeError):
+                model(wrong)
+
+
+class Scaled(Tensor):
+    """A weight that says itself how it multiplies, as quantized ones do."""
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = super().__torch_function__(function, types, args, kwargs)
+        return 7 * out if function is F.linear else out
+
+
+@pytest.mark.parametrize("kind", BOTH)
+def test_a_weight_that_multiplies_by_itself_does(kind):
+    model, x = layer(kind, bias=False), torch.randn(4, 48)
+    with torch.no_grad():
+        stock = model(x)
+        model[0].weight = nn.Parameter(Scaled(model[0].weight.detach()))
+        for rows in (1, 4):
+            torch.testing.assert_close(model(x[:rows]).as_subclass(Tensor), 7 * stock[:rows])
 
 
 @pytest.mark.parametrize("kind", BOTH)
