@@ -231,7 +231,6 @@ def prepare(
         drafter=type(assistant.drafter).__name__,
         machine=_machine(model, target.device),
         costs=costs_of(model),
-        prunable=noise is None or not rules.verifier.wants_probs,
     )
     call = Call(
         target=target,

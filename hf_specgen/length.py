@@ -57,14 +57,12 @@ class Situation:
         drafter: its name, to know its costs again.
         machine: what the target runs on.
         costs: of this target, as far as they are known.
-        prunable: drafts may be cut down after they were drawn; an accept rule that reads probabilities forbids it.
     """
 
     batch: int
     drafter: str = ""
     machine: Machine = field(default_factory=Machine)
     costs: Costs = field(default_factory=Costs)
-    prunable: bool = True
 
 
 @dataclass(frozen=True)
@@ -146,7 +144,6 @@ class AutoController:
         self.costs = situation.costs
         self.passes = situation.costs.passes(situation.batch, situation.machine)
         self.drafts = situation.costs.drafts(situation.drafter, situation.batch)
-        self.prunable = situation.prunable
         self.by_confidence = Acceptance()
         self.by_depth = Acceptance()
         self.trust = Trust()
@@ -201,10 +198,15 @@ class AutoController:
         return self.passes(width) * math.exp(-CREDIT * self.passes.doubt(width) - (0 if width else MARGIN))
 
     def choose(self, draft: Draft) -> Draft:
-        """See `Controller`. What lies on an accelerator is not read back, and so not pruned."""
+        """See `Controller`.
+
+        What lies on an accelerator is not read back, and so not pruned. Neither is what was drawn from probabilities:
+        an accept rule that reads them is exact only if nothing is taken back for what it is.
+        """
         if draft.nodes and self._asked:
             self._bushiness = max(1.0, draft.nodes / self._asked)
-        if not self.prunable or draft.confidence is None or not draft.nodes or draft.tokens.device.type != "cpu":
+        drawn, unread = draft.probs is not None, draft.tokens.device.type != "cpu"
+        if drawn or unread or draft.confidence is None or not draft.nodes:
             return draft
         self._guesses = Guess.rows(draft)
         ranked = [guess.likeliest(self._chance) for guess in self._guesses]

@@ -3,7 +3,7 @@
 import random
 import statistics
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
@@ -238,10 +238,11 @@ def test_what_must_stay_whole_is_checked_whole_or_not_at_all():
 
 
 def test_what_was_drawn_from_probabilities_is_not_cut_down():
-    controller = sg.Auto().start(Situation(batch=1, prunable=False))
-    controller.depth()
     draft = tree((5, 0, 0.01), (6, 1, 0.01))
-    assert controller.choose(draft) is draft
+    for probs, kept in (None, 0), (torch.full((1, 2, 9), 1 / 9), 2):
+        controller = sg.Auto().start(Situation(batch=1))
+        controller.depth()
+        assert controller.choose(replace(draft, probs=probs)).nodes == kept
 
 
 # ------------------------------------------------------------------------------------------------------------- costs

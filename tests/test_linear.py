@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import json
 import pickle
 import statistics
 import threading
@@ -268,13 +269,20 @@ def test_enable_switches_and_disable_undoes(kind):
     assert packed_bytes(model) == 0
 
 
-def test_measured_costs_are_forgotten_with_what_they_were_measured_on():
+def test_the_controller_measures_each_kind_for_itself(tmp_path):
     model = sg.enable(model32())
-    for change in (lambda: sg.enable(model, linear="transposed"), lambda: sg.disable(model)):
-        costs = costs_of(model)
-        assert costs_of(model) is costs
-        change()
-        assert costs_of(model) is not costs
+
+    def measured() -> set[str]:
+        run(model, ONE, max_new_tokens=8, assistant=sg.Plain(), num_assistant_tokens="auto")
+        costs_of(model).save(tmp_path / "costs.json")
+        return set(json.loads((tmp_path / "costs.json").read_text())["seconds"])
+
+    stock = measured()
+    sg.enable(model, linear="transposed")
+    both = measured()
+    assert stock < both
+    sg.enable(sg.disable(model))
+    assert measured() == both
 
 
 @needs_onednn
