@@ -62,6 +62,9 @@ def pieces(steps: Iterable[sg.Step], tokenizer: PreTrainedTokenizerBase) -> Iter
                 yield piece, place < step.accepted[0]
 
 
+ASSISTANTS = '"auto", "ngram", "plain", a model, or a config in JSON.'
+
+
 def parse_assistant(assistant: str) -> Any:
     """What `--assistant` names: "auto", "ngram", "plain", a dict in JSON, or else the path or hub id of a causal LM."""
     if assistant == "auto":
@@ -82,7 +85,7 @@ def parse_assistant(assistant: str) -> Any:
 def generate(
     prompt: Annotated[str, typer.Argument(help="The prompt; - reads standard input.")],
     model: Annotated[str, typer.Option(help="Path or hub id of the target.")],
-    assistant: Annotated[str, typer.Option(help='"auto", "ngram", "plain", a model, or a config in JSON.')] = "auto",
+    assistant: Annotated[str, typer.Option(help=ASSISTANTS)] = "auto",
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 256,
     raw: Annotated[bool, typer.Option("--raw", help="No chat template.")] = False,
     settings: Annotated[
@@ -116,9 +119,7 @@ def generate(
 @app.command()
 def check(
     model: Annotated[str, typer.Argument(help="Path or hub id of the target.")],
-    assistant: Annotated[
-        str | None, typer.Option(help='"auto", "ngram", "plain", a model, or a config in JSON.')
-    ] = None,
+    assistant: Annotated[str | None, typer.Option(help=ASSISTANTS)] = None,
     batch: Annotated[int, typer.Option(min=1, help="Rows.")] = 1,
     probe: Annotated[
         bool, typer.Option("--probe", help="Compare passes over several cached tokens with one; minutes on a CPU.")

@@ -20,13 +20,14 @@ from hf_specgen.cli import encode
 
 
 def settings(new_tokens: int) -> list[Setting]:
-    """Stock plain, stock prompt lookup, and this package's plain and prompt lookup."""
+    """Stock plain, stock prompt lookup, and this package's plain, prompt lookup and "auto"."""
     common = {"do_sample": False, "max_new_tokens": new_tokens}
     return [
         Setting(PLAIN, common),
         Setting("stock prompt lookup", {**common, "prompt_lookup_num_tokens": 10}),
         Setting("Plain()", {**common, "assistant": sg.Plain()}, enabled=True),
         Setting("PromptLookup()", {**common, "assistant": sg.PromptLookup()}, enabled=True),
+        Setting('"auto"', {**common, "assistant": "auto"}, enabled=True),
     ]
 
 

@@ -24,8 +24,8 @@ SETTINGS = [
     Setting(PLAIN, {"do_sample": False, "max_new_tokens": NEW_TOKENS}),
     Setting("stock prompt lookup", {"do_sample": False, "max_new_tokens": NEW_TOKENS, "prompt_lookup_num_tokens": 10}),
     Setting(
-        "hf_specgen PromptLookup()",
-        {"do_sample": False, "max_new_tokens": NEW_TOKENS, "assistant": sg.PromptLookup()},
+        'hf_specgen "auto"',
+        {"do_sample": False, "max_new_tokens": NEW_TOKENS, "assistant": "auto"},
         enabled=True,
     ),
 ]
@@ -45,7 +45,7 @@ def main() -> None:
         steps = sg.stream(
             model,
             **encode(tokenizer, prompt),
-            assistant=sg.PromptLookup(),
+            assistant="auto",
             do_sample=False,
             max_new_tokens=NEW_TOKENS,
             stats=stats,
