@@ -305,6 +305,16 @@ def test_the_copies_take_what_is_said_and_go_with_the_weights():
 
 
 @needs_onednn
+@pytest.mark.cuda
+def test_a_model_that_has_moved_away_runs_stock_and_leaves_no_copies():
+    model = layer("packed").to("cuda")
+    x = torch.randn(4, 48, device="cuda")
+    with torch.no_grad():
+        assert torch.equal(model(x), F.linear(x, model[0].weight, model[0].bias))
+    assert packed_bytes(model) == 0
+
+
+@needs_onednn
 def test_a_shared_weight_is_packed_once():
     model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))
     model[1].weight = model[0].weight

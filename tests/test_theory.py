@@ -1,11 +1,14 @@
 """The arithmetic of speculative decoding: published figures, limits, and a simulation of the process it describes."""
 
 import random
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from hf_specgen import theory
 from hf_specgen.theory import Drafting, Machine, Model, Roofline, best_k, call_s, expected_tokens, speed_up
 
 # SmolLM2-135M in float32, and a machine of 80 GFLOP/s and 18 GB/s; an 8B model in bfloat16, and an H100.
@@ -109,6 +112,20 @@ def test_a_call_gains_less_the_longer_its_prompt_and_the_shorter_its_output():
 def test_what_cannot_be_is_refused(asked, named):
     with pytest.raises(ValueError, match=named):
         asked()
+
+
+def test_the_page_says_what_comes_out():
+    page = (Path(__file__).parents[1] / "docs" / "how-it-works.md").read_text(encoding="utf-8")
+    block = next(block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "hf_specgen.theory" in block)
+    names, told = dict(vars(theory)), 0
+    for line in block.splitlines():
+        code, _, said = line.partition("  #")
+        exec(code, names)
+        if said:
+            digits = len(said.split()[0].strip(";").partition(".")[2])
+            assert f"{eval(code, names):.{digits}f}" == said.split()[0].strip(";")
+            told += 1
+    assert told == 4
 
 
 def test_it_stands_without_torch():
