@@ -1,7 +1,7 @@
 """hf_specgen: speculative decoding behind `model.generate(..., assistant=...)`, without changing one token."""
 
 from hf_specgen.check import Report, check
-from hf_specgen.costs import Costs
+from hf_specgen.costs import Costs, Platform
 from hf_specgen.draft import Context, Draft, Drafter, DraftSession, Limit, Needs, Request, Verified
 from hf_specgen.drafters.cross_vocabulary import CrossVocabulary
 from hf_specgen.drafters.draft_model import DraftModel
@@ -18,7 +18,7 @@ from hf_specgen.drafters.suffix_store import SuffixStore
 from hf_specgen.drafters.token_recycling import CandidateMatrix, TokenRecycling
 from hf_specgen.explain import Difference, Explanation, explain_difference
 from hf_specgen.generation import SpecGenMixin, disable, enable, speculate, stream
-from hf_specgen.length import Auto, Fixed
+from hf_specgen.length import Auto, Controller, Fixed, Length, Situation
 from hf_specgen.outputs import SpeculativeOutput
 from hf_specgen.probe import Probe
 from hf_specgen.stats import Stats, Step
@@ -29,6 +29,7 @@ __all__ = [
     "BlockRejection",
     "CandidateMatrix",
     "Context",
+    "Controller",
     "Costs",
     "CrossVocabulary",
     "Difference",
@@ -40,6 +41,7 @@ __all__ = [
     "FirstOf",
     "Fixed",
     "LayerSkip",
+    "Length",
     "Limit",
     "Lookahead",
     "LookupStore",
@@ -47,11 +49,13 @@ __all__ = [
     "Merge",
     "Needs",
     "Plain",
+    "Platform",
     "Probe",
     "PromptLookup",
     "Rejection",
     "Report",
     "Request",
+    "Situation",
     "SkipSet",
     "SpecGenMixin",
     "SpeculativeOutput",

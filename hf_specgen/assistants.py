@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from os import PathLike
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+from torch.nn import Module
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_specgen.draft import Drafter
@@ -42,6 +43,15 @@ class Assistant:
     tokens: int | None
 
 
+def named(drafter: Any) -> str:
+    """What a drafter's costs are known by: its class, those of its parts, and the sizes of its models."""
+    parts = [getattr(drafter, field.name) for field in fields(drafter)] if is_dataclass(drafter) else []
+    told = [f"{sum(p.numel() for p in part.parameters()):,} parameters" for part in parts if isinstance(part, Module)]
+    inner = [one for part in parts if isinstance(part, tuple) for one in part]
+    told += [named(one) for one in inner if callable(getattr(one, "start", None))]
+    return type(drafter).__name__ + (f"({', '.join(told)})" if told else "")
+
+
 def resolve(assistant: Any, target: PreTrainedModel) -> Assistant:
     """Turns what the user passed into a drafter.
 
@@ -60,6 +70,9 @@ def resolve(assistant: Any, target: PreTrainedModel) -> Assistant:
         return _from_config(dict(assistant), target)
     if isinstance(assistant, type) or not callable(getattr(assistant, "start", None)):
         raise ValueError(f"assistant={assistant!r} is not {ACCEPTED}")
+    if not hasattr(assistant, "num_assistant_tokens"):
+        kind = type(assistant).__name__
+        raise ValueError(f"{kind} has no num_assistant_tokens: give it None for as deep as pays, or a number")
     return Assistant(assistant, assistant.num_assistant_tokens)
 
 

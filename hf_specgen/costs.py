@@ -120,7 +120,7 @@ class Curve:
 
 
 @dataclass(frozen=True)
-class Machine:
+class Platform:
     """What passes run on, as far as it changes what they cost from call to call.
 
     Attributes:
@@ -137,9 +137,9 @@ class Machine:
         return (f"{self.threads} threads" if self.threads else "accelerator") + kind
 
 
-def _of_a_pass(batch: int, machine: Machine) -> list[float]:
+def _of_a_pass(batch: int, platform: Platform) -> list[float]:
     """Log seconds of a pass, up to a constant."""
-    shape = _ACCELERATOR if not machine.threads else _PACKED if machine.linear == "packed" else _CPU
+    shape = _ACCELERATOR if not platform.threads else _PACKED if platform.linear == "packed" else _CPU
 
     def cost(tokens: int) -> float:
         if tokens > _TOKENS[-1]:  # from here on every token costs the same
@@ -170,27 +170,36 @@ class Costs:
         self._curves: dict[str, Curve] = {}
         self._lock = threading.Lock()
 
-    def passes(self, batch: int, machine: Machine) -> Curve:
+    def passes(self, batch: int, platform: Platform) -> Curve:
         """Seconds of a round without its draft, by width.
 
         Args:
             batch: rows.
-            machine: what the target runs on.
-        """
-        return self._curve(f"pass, batch {batch}, {machine}", lambda: _of_a_pass(batch, machine))
+            platform: what the target runs on.
 
-    def drafts(self, drafter: str, batch: int) -> Curve:
-        """Seconds of a draft, by depth asked for.
+        Raises:
+            ValueError: frozen costs that do not hold them.
+        """
+        return self._curve(f"pass, batch {batch}, {platform}", lambda: _of_a_pass(batch, platform))
+
+    def drafts(self, drafter: str, batch: int, platform: Platform) -> Curve:
+        """Seconds of a draft, by depth asked for; next to none where frozen costs do not know it.
 
         Args:
             drafter: its name.
             batch: rows.
+            platform: what the target runs on.
         """
-        return self._curve(f"draft, {drafter}, batch {batch}", _of_a_draft)
+        return self._curve(f"draft, {drafter}, batch {batch}, {platform}", _of_a_draft)
 
     def _curve(self, key: str, prior: Callable[[], list[float]]) -> Curve:
         with self._lock:
             if key not in self._curves:
+                if self.frozen and prior is not _of_a_draft:
+                    known = "; ".join(sorted(self._curves)) or "nothing"
+                    raise ValueError(
+                        f"frozen costs hold {known}, and not {key!r}: measure that too, or load them with frozen=False"
+                    )
                 self._curves[key] = Curve(prior())
             return self._curves[key]
 
@@ -223,14 +232,19 @@ class Costs:
         Raises:
             ValueError: the file was not written by `save`.
         """
-        told = json.loads(Path(path).read_text(encoding="utf-8"))
-        if not isinstance(told, dict) or told.get("widths") != list(LADDER):
-            raise ValueError(f"{path} holds no costs for the widths {LADDER}")
         costs = cls(frozen)
-        for key, seconds in told["seconds"].items():
-            costs._curves[key] = curve = Curve([math.log(value) for value in seconds])
-            curve.covariance = _covariance(SHAPE, SHAPE / 2)
-            curve.seen = [1] * len(LADDER)
+        try:
+            told = json.loads(Path(path).read_text(encoding="utf-8"))
+            if told["widths"] != list(LADDER):
+                raise ValueError(f"its widths are {told['widths']}, not {list(LADDER)}")
+            for key, seconds in told["seconds"].items():
+                if len(seconds) != len(LADDER):
+                    raise ValueError(f"{key!r} has {len(seconds)} values for {len(LADDER)} widths")
+                costs._curves[key] = curve = Curve([math.log(value) for value in seconds])
+                curve.covariance = _covariance(SHAPE, SHAPE / 2)
+                curve.seen = [1] * len(LADDER)
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise ValueError(f"{path} was not written by Costs.save: {error}") from error
         return costs
 
 

@@ -22,8 +22,8 @@ from transformers.generation.stopping_criteria import MaxLengthCriteria, StopStr
 from transformers.generation.streamers import BaseStreamer
 
 from hf_specgen import attention
-from hf_specgen.assistants import ACCEPTED, resolve
-from hf_specgen.costs import Machine, costs_of
+from hf_specgen.assistants import ACCEPTED, named, resolve
+from hf_specgen.costs import Platform, costs_of
 from hf_specgen.draft import Draft, Request
 from hf_specgen.encoder import Source
 from hf_specgen.length import Length, Situation, as_length
@@ -228,8 +228,8 @@ def prepare(
     length = as_length(assistant.tokens if options.num_assistant_tokens is None else options.num_assistant_tokens)
     situation = Situation(
         batch=batch,
-        drafter=type(assistant.drafter).__name__,
-        machine=_machine(model, target.device),
+        drafter=named(assistant.drafter),
+        platform=_platform(model, target.device),
         costs=costs_of(model),
     )
     call = Call(
@@ -247,9 +247,9 @@ def prepare(
     return Prepared(call, recorder, config, options, reasons)
 
 
-def _machine(model: PreTrainedModel, device: torch.device) -> Machine:
+def _platform(model: PreTrainedModel, device: torch.device) -> Platform:
     """What a model's passes run on."""
-    return Machine(torch.get_num_threads(), installed_linear(model)) if device.type == "cpu" else Machine(0)
+    return Platform(torch.get_num_threads(), installed_linear(model)) if device.type == "cpu" else Platform(0)
 
 
 def _with_stop_strings(criteria: StoppingCriteriaList, options: Options) -> StoppingCriteriaList:
@@ -377,7 +377,8 @@ class SpecGenMixin(GenerationMixin):
 
         Args:
             *args: as for stock.
-            assistant: a drafter, a causal LM that drafts, or a dict with vLLM's field names. None: stock, untouched.
+            assistant: "auto", a drafter, a causal LM that drafts, or a dict with vLLM's field names. None: stock,
+                untouched.
             **kwargs: as for stock, and `num_assistant_tokens`, `acceptance`, `seed`, `stats`, `tokenizer`,
                 `assistant_tokenizer`; see `Options`.
 
@@ -389,6 +390,8 @@ class SpecGenMixin(GenerationMixin):
         """
         if assistant is None:
             stray = [name for name in OWN_OPTIONS if kwargs.get(name) is not None]
+            if not isinstance(kwargs.get("num_assistant_tokens"), int | None):  # a number is stock's own argument
+                stray.append("num_assistant_tokens")
             if stray:
                 raise ValueError(
                     f"{', '.join(stray)} without assistant=: stock generate knows no such argument; "

@@ -14,7 +14,7 @@ from itertools import accumulate
 from typing import Protocol
 
 from hf_specgen.acceptance import MEMORY, Acceptance, Guess, Trust, Watched
-from hf_specgen.costs import Costs, Machine, rungs
+from hf_specgen.costs import Costs, Platform, rungs
 from hf_specgen.draft import Draft
 from hf_specgen.stats import Step
 
@@ -55,13 +55,13 @@ class Situation:
     Attributes:
         batch: rows.
         drafter: its name, to know its costs again.
-        machine: what the target runs on.
+        platform: what the target runs on.
         costs: of this target, as far as they are known.
     """
 
     batch: int
     drafter: str = ""
-    machine: Machine = field(default_factory=Machine)
+    platform: Platform = field(default_factory=Platform)
     costs: Costs = field(default_factory=Costs)
 
 
@@ -142,8 +142,8 @@ class AutoController:
     def __init__(self, situation: Situation, most: int) -> None:
         self.most = most
         self.costs = situation.costs
-        self.passes = situation.costs.passes(situation.batch, situation.machine)
-        self.drafts = situation.costs.drafts(situation.drafter, situation.batch)
+        self.passes = situation.costs.passes(situation.batch, situation.platform)
+        self.drafts = situation.costs.drafts(situation.drafter, situation.batch, situation.platform)
         self.by_confidence = Acceptance()
         self.by_depth = Acceptance()
         self.trust = Trust()

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 # One probability for every depth, or one a depth from the first drafted token on.
-Acceptance = float | Sequence[float]
+AcceptanceRates = float | Sequence[float]
 
 
 def flat(k: int) -> float:
@@ -26,7 +26,7 @@ def flat(k: int) -> float:
     return 1.0
 
 
-def expected_tokens(acceptance: Acceptance, k: int) -> float:
+def expected_tokens(acceptance: AcceptanceRates, k: int) -> float:
     """The mean number of tokens a round decides, the target's own one included: Eq. 1 of arXiv 2211.17192.
 
     Args:
@@ -56,7 +56,7 @@ def _probability(a: float) -> float:
     return a
 
 
-def speed_up(acceptance: Acceptance, k: int, draft: float = 0.0, verify: Callable[[int], float] = flat) -> float:
+def speed_up(acceptance: AcceptanceRates, k: int, draft: float = 0.0, verify: Callable[[int], float] = flat) -> float:
     """Tokens per second against plain decoding: Theorem 3.8 of arXiv 2211.17192, with a price for the width.
 
     Args:
@@ -73,7 +73,7 @@ def speed_up(acceptance: Acceptance, k: int, draft: float = 0.0, verify: Callabl
 
 
 def best_k(
-    acceptance: Acceptance, draft: float = 0.0, verify: Callable[[int], float] = flat, most: int | None = None
+    acceptance: AcceptanceRates, draft: float = 0.0, verify: Callable[[int], float] = flat, most: int | None = None
 ) -> int:
     """The number of drafted tokens with the largest speed-up; 0 where none beats plain decoding, the least of equals.
 
@@ -167,7 +167,7 @@ class Drafting:
         model: the draft model, which reads the prompt too and makes a pass a drafted token; None drafts for nothing.
     """
 
-    acceptance: Acceptance
+    acceptance: AcceptanceRates
     k: int
     model: Model | None = None
 

@@ -1,5 +1,6 @@
 """The draft length "auto": a controller against made-up costs, acceptance and clocks. No model, no real time."""
 
+import json
 import random
 import statistics
 from collections.abc import Callable
@@ -11,7 +12,7 @@ import torch
 import hf_specgen as sg
 from hf_specgen import theory
 from hf_specgen.acceptance import Acceptance
-from hf_specgen.costs import LADDER, Costs, Curve, Machine
+from hf_specgen.costs import LADDER, Costs, Curve, Platform
 from hf_specgen.draft import Draft
 from hf_specgen.length import AutoController, Situation, as_length, within
 from hf_specgen.stats import Step
@@ -96,7 +97,7 @@ class World:
 
 
 def auto(batch: int = 1, costs: Costs | None = None, threads: int = 1) -> AutoController:
-    return sg.Auto(most=16).start(Situation(batch, "made-up", Machine(threads), costs or Costs()))
+    return sg.Auto(most=16).start(Situation(batch, "made-up", Platform(threads), costs or Costs()))
 
 
 def best_fixed(world: Callable[[], World], rounds: int, depths=(0, 1, 2, 3, 4, 6, 8, 12, 16)) -> float:
@@ -143,9 +144,17 @@ def test_it_reaches_the_speed_up_that_theory_knows(right, threads, verify):
     assert (best == 0) == (known == 1.0)
 
 
-@pytest.mark.parametrize("name", ["a cheap one that is mostly wrong", "a cheap one that thinks too well of itself"])
-def test_sixty_four_tokens_that_gain_nothing_take_the_time_of_plain_decoding(name):
-    assert statistics.mean(WORLDS[name]().run(auto(), 64).speed() for _ in range(5)) >= 0.96
+@pytest.mark.parametrize(
+    ("name", "least"),
+    [("a cheap one that is mostly wrong", 0.98), ("a cheap one that thinks too well of itself", 0.96)],
+)
+def test_sixty_four_tokens_that_gain_nothing_take_the_time_of_plain_decoding(name, least):
+    speeds = []
+    for seed in range(12):
+        world = WORLDS[name]()
+        world.dice = random.Random(seed)
+        speeds.append(world.run(auto(), 64).speed())
+    assert statistics.mean(speeds) >= least
 
 
 # ------------------------------------------------------------------------------------------- it follows what changes
@@ -209,13 +218,20 @@ def test_it_backs_off_as_the_batch_grows():
 # ------------------------------------------------------------------------------------------------------------- trees
 
 
+def told(*log_seconds: float) -> Costs:
+    """Frozen costs of one row, by rung."""
+    costs = Costs()
+    costs.passes(1, Platform()).mean[:] = log_seconds
+    costs.frozen = True
+    return costs
+
+
 def tree(*nodes: tuple[int, int, float]) -> Draft:
     return Draft.of_nodes([nodes])
 
 
 def test_of_a_tree_it_checks_the_nodes_that_are_likeliest_to_be_reached():
-    costs = Costs(frozen=True)
-    costs.passes(1, Machine()).mean[:] = [0.0, *[0.4] * 3, 0.41, *[3.0] * 8]  # up to four nodes are cheap
+    costs = told(0.0, *[0.4] * 3, 0.41, *[3.0] * 8)  # up to four nodes are cheap
     controller = sg.Auto(costs=costs).start(Situation(batch=1))
     controller.depth()
     draft = tree((5, 0, 0.6), (6, 0, 0.3), (7, 1, 0.9), (8, 1, 0.05), (9, 2, 0.9), (4, 3, 0.9), (3, 5, 0.1))
@@ -226,8 +242,7 @@ def test_of_a_tree_it_checks_the_nodes_that_are_likeliest_to_be_reached():
 
 
 def test_what_must_stay_whole_is_checked_whole_or_not_at_all():
-    costs = Costs(frozen=True)
-    costs.passes(1, Machine()).mean[:] = [0.0, *[0.4] * 4, *[0.8] * 8]
+    costs = told(0.0, *[0.4] * 4, *[0.8] * 8)
     controller = sg.Auto(costs=costs).start(Situation(batch=1))
     for confidence, nodes in ((0.9, 8), (0.1, 0)):
         controller.depth()
@@ -271,33 +286,65 @@ def test_costs_are_saved_and_loaded(tmp_path):
     costs = Costs()
     for width in (0, 4, 16):
         for _ in range(20):
-            costs.learn(costs.passes(2, Machine()), width, 0.05 + 0.01 * width)
+            costs.learn(costs.passes(2, Platform()), width, 0.05 + 0.01 * width)
     costs.save(tmp_path / "costs.json")
     loaded = Costs.load(tmp_path / "costs.json")
-    assert [loaded.passes(2, Machine())(width) for width in LADDER] == pytest.approx(
-        [costs.passes(2, Machine())(w) for w in LADDER]
+    assert [loaded.passes(2, Platform())(width) for width in LADDER] == pytest.approx(
+        [costs.passes(2, Platform())(w) for w in LADDER]
     )
-    before = loaded.passes(2, Machine())(4)
-    loaded.learn(loaded.passes(2, Machine()), 4, 9.0)
-    assert loaded.passes(2, Machine())(4) == before, "frozen"
+    before = loaded.passes(2, Platform())(4)
+    loaded.learn(loaded.passes(2, Platform()), 4, 9.0)
+    assert loaded.passes(2, Platform())(4) == before, "frozen"
     learning = Costs.load(tmp_path / "costs.json", frozen=False)
-    learning.learn(learning.passes(2, Machine()), 4, 9.0)
-    assert learning.passes(2, Machine())(4) > before
-    (tmp_path / "other.json").write_text("{}")
-    with pytest.raises(ValueError, match="holds no costs"):
-        Costs.load(tmp_path / "other.json")
+    learning.learn(learning.passes(2, Platform()), 4, 9.0)
+    assert learning.passes(2, Platform())(4) > before
+    with pytest.raises(ValueError, match=r"frozen costs hold pass, batch 2, 1 threads, and not 'pass, batch 4"):
+        loaded.passes(4, Platform())
+    for text in "{}", "[]", "no JSON", '{"widths": [0]}', json.dumps({"widths": LADDER, "seconds": {"pass": [1.0]}}):
+        (tmp_path / "other.json").write_text(text)
+        with pytest.raises(ValueError, match=r"was not written by Costs\.save"):
+            Costs.load(tmp_path / "other.json")
 
 
 def test_frozen_costs_make_every_choice_a_function_of_the_text():
     def widths(noise: float) -> list[int]:
-        costs = Costs(frozen=True)
-        costs.passes(1, Machine())
+        costs = told(0.0, *[0.7] * 12)
         world = World(lambda w, _: linear(2, 0.02)(w), lambda _: 0.8, says=0.8, noise=0.0)
         world.dice = random.Random(5)
         world.seconds = lambda width, now: linear(2, 0.02)(width) * (1 + noise * (now % 3))
         return world.run(auto(costs=costs), 100).widths
 
     assert widths(0.0) == widths(9.0)
+
+
+def test_rows_that_have_ended_promise_nothing():
+    costs = Costs()
+    costs.passes(2, Platform()).mean[:] = [0.0, *[0.5] * 12]
+    costs.frozen = True
+    controller = sg.Auto(costs=costs).start(Situation(batch=2))
+    controller.update(Step([[1], [1]], [0, 0], [0, 0]))
+    chosen = []
+    for tokens in [[5], [5]], [[5], []], [[5], []]:
+        controller.depth()
+        chosen.append(controller.choose(Draft.of_nodes([[(5, 0, 0.9)], []])).nodes)
+        controller.update(Step(tokens, [0, 0], [0, 0], seconds=1.0))
+    assert chosen == [0, 0, 1], "two rows do not pay for a draft of one of them; one row alone does"
+
+
+def test_a_bushy_draft_of_a_dear_drafter_costs_its_nodes():
+    costs = Costs()
+    costs.passes(1, Platform()).mean[:] = [0.0, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.9, *[2.0] * 5]
+    costs.drafts("", 1, Platform()).mean[:] = [-2.0] * len(LADDER)
+    costs.frozen = True
+    depths = []
+    for level in 1, 4:
+        controller = sg.Auto(costs=costs, most=8).start(Situation(batch=1))
+        controller.update(Step([[1]], [0], [0]))
+        asked = controller.depth()
+        draft = Draft.of_nodes([[(5, place // level * level, 0.9) for place in range(asked * level)]])
+        controller.choose(Draft(draft.tokens, draft.parents))
+        depths.append(controller.depth())
+    assert depths[0] > depths[1]
 
 
 def test_calls_of_one_model_share_what_they_learn():

@@ -53,9 +53,12 @@ class SkipSet:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        """Sorts the indices, so that equal sets are equal."""
+        """Sorts the indices, so that equal sets are equal; raises ValueError for what is no index."""
         for name in ("attention", "mlp"):
-            object.__setattr__(self, name, tuple(sorted(set(getattr(self, name)))))
+            indices = sorted(set(getattr(self, name)))
+            if not all(isinstance(index, int) for index in indices):
+                raise ValueError(f"{name} must be indices of layers, not {indices}")
+            object.__setattr__(self, name, tuple(indices))
 
     @classmethod
     def whole(cls, layers: Iterable[int]) -> SkipSet:
@@ -65,8 +68,15 @@ class SkipSet:
 
     @classmethod
     def load(cls, path: str | Path) -> SkipSet:
-        """Reads what `save` wrote."""
-        return cls(**json.loads(Path(path).read_text(encoding="utf-8")))
+        """Reads what `save` wrote.
+
+        Raises:
+            ValueError: the file holds something else.
+        """
+        try:
+            return cls(**json.loads(Path(path).read_text(encoding="utf-8")))
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{path} was not written by SkipSet.save: {error}") from error
 
     def save(self, path: str | Path) -> None:
         """Writes it as JSON."""
