@@ -105,9 +105,10 @@ class Guess:
 
     @classmethod
     def rows(cls, draft: Draft) -> list[Guess]:
-        """Each row of a draft that has confidences."""
+        """Each row of a draft that has confidences; what is no chance counts as the nearest, and NaN as none."""
         assert draft.confidence is not None
-        rows = zip(draft.tokens.tolist(), draft.parents.tolist(), draft.confidence.tolist(), strict=True)
+        confidence = draft.confidence.nan_to_num(0.0).clamp(0, 1).tolist()
+        rows = zip(draft.tokens.tolist(), draft.parents.tolist(), confidence, strict=True)
         return [cls(*row) for row in rows]
 
     @cached_property
@@ -125,11 +126,11 @@ class Guess:
         Args:
             chance: that a token is right if its parent is, by its confidence.
         """
-        reach = [1.0]
-        for parent, confidence in zip(self.parents, self.confidence, strict=True):
-            reach.append(reach[parent] * min(chance(confidence), 1.0) if parent >= 0 else 0.0)
-        nodes = [(reach[place], place) for place, parent in enumerate(self.parents, 1) if parent >= 0]
-        return sorted(nodes, key=lambda node: (-node[0], node[1]))
+        reach = {0: 1.0}  # of places that hang on the root
+        for place, (parent, confidence) in enumerate(zip(self.parents, self.confidence, strict=True), 1):
+            if parent in reach:
+                reach[place] = reach[parent] * min(chance(confidence), 1.0)
+        return sorted(((reach[place], place) for place in reach if place), key=lambda node: (-node[0], node[1]))
 
     def part(self, places: Sequence[int]) -> list[Node]:
         """These places and no others; the parent of each must be among them."""

@@ -47,6 +47,8 @@ def named(drafter: Any) -> str:
     """What a drafter's costs are known by: its class, those of its parts, and the sizes of its models."""
     parts = [getattr(drafter, field.name) for field in fields(drafter)] if is_dataclass(drafter) else []
     told = [f"{sum(p.numel() for p in part.parameters()):,} parameters" for part in parts if isinstance(part, Module)]
+    values = zip(fields(drafter), parts, strict=True) if parts else ()
+    told += [f"{field.name}={value}" for field, value in values if type(value) is int]
     inner = [one for part in parts if isinstance(part, tuple) for one in part]
     told += [named(one) for one in inner if callable(getattr(one, "start", None))]
     return type(drafter).__name__ + (f"({', '.join(told)})" if told else "")

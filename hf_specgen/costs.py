@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import threading
 from bisect import bisect_right
 from collections.abc import Callable
@@ -170,6 +171,10 @@ class Costs:
         self._curves: dict[str, Curve] = {}
         self._lock = threading.Lock()
 
+    def __deepcopy__(self, memo: dict[int, object]) -> Costs:
+        """Itself: transformers copies what a call is given (Whisper's does), and this is to learn from the call."""
+        return self
+
     def passes(self, batch: int, platform: Platform) -> Curve:
         """Seconds of a round without its draft, by width.
 
@@ -219,7 +224,11 @@ class Costs:
         """Writes JSON: seconds by width for each thing measured."""
         with self._lock:
             told = {key: [math.exp(value) for value in curve.mean] for key, curve in self._curves.items()}
-        Path(path).write_text(json.dumps({"widths": LADDER, "seconds": told}, indent=1) + "\n", encoding="utf-8")
+        text = json.dumps({"widths": LADDER, "seconds": told}, indent=1) + "\n"
+        # Whoever reads meanwhile finds the old file or the new one.
+        partial = Path(f"{os.fspath(path)}.{os.getpid()}")
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(path)
 
     @classmethod
     def load(cls, path: str | PathLike[str], frozen: bool = True) -> Costs:
@@ -238,8 +247,8 @@ class Costs:
             if told["widths"] != list(LADDER):
                 raise ValueError(f"its widths are {told['widths']}, not {list(LADDER)}")
             for key, seconds in told["seconds"].items():
-                if len(seconds) != len(LADDER):
-                    raise ValueError(f"{key!r} has {len(seconds)} values for {len(LADDER)} widths")
+                if len(seconds) != len(LADDER) or not all(0 < value < math.inf for value in seconds):
+                    raise ValueError(f"{key!r} has {seconds}, not {len(LADDER)} times in seconds")
                 costs._curves[key] = curve = Curve([math.log(value) for value in seconds])
                 curve.covariance = _covariance(SHAPE, SHAPE / 2)
                 curve.seen = [1] * len(LADDER)

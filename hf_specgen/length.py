@@ -113,9 +113,11 @@ class Auto:
     most: int = 32
 
     def __post_init__(self) -> None:
-        """Refuses what cannot be a depth."""
+        """Refuses what cannot be a depth, and what are no costs."""
         if not isinstance(self.most, int) or self.most < 1:
             raise ValueError(f"most must be a whole number, 1 or more, not {self.most!r}")
+        if not isinstance(self.costs, Costs | None):
+            raise ValueError(f"costs={self.costs!r} is no hf_specgen.Costs")
 
     def start(self, situation: Situation) -> Controller:
         """A controller for one call."""

@@ -107,7 +107,7 @@ def install(model: nn.Module, kind: str) -> None:
 
     A weight that has changed is packed again at its next use. A change shows in autograd's version counter, in the
     storage, or, where it went around both (`weight.data.add_`, NumPy, as PEFT does when it merges), in `PLACES`
-    runs of `RUN` values. To change single values in that way, install again afterwards.
+    runs of `RUN` values. After changing parts of a weight in that way, install again.
 
     Args:
         model: any module.

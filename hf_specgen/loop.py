@@ -142,7 +142,8 @@ def _asked(call: Call, last: Verified) -> Draft:
         noise = noise.stream("draft", rows.next_positions()[:, 0])
     cache = call.target.cache if call.session.needs.cache_view else None
     draft = call.session.propose(Context(rows.ids, rows.positions(), noise, last, cache), limit)
-    if not isinstance(draft, Draft) or draft.tokens.shape != draft.parents.shape or draft.tokens.dtype != torch.long:
+    alike = isinstance(draft, Draft) and draft.tokens.shape == draft.parents.shape and draft.tokens.dtype == torch.long
+    if not alike or (draft.confidence is not None and draft.confidence.shape != draft.tokens.shape):
         raise ValueError(f"{type(call.session).__name__} proposed {draft!r}; see hf_specgen.Draft for what it must be")
     fits = draft.tokens.shape[0] == rows.batch and draft.nodes <= limit.nodes
     if not fits or (call.chain and not draft.is_chain):

@@ -1,5 +1,6 @@
 """The draft length "auto": a controller against made-up costs, acceptance and clocks. No model, no real time."""
 
+import copy
 import json
 import random
 import statistics
@@ -239,6 +240,25 @@ def test_of_a_tree_it_checks_the_nodes_that_are_likeliest_to_be_reached():
     assert kept.tokens.tolist() == [[5, 6, 7, 4]]
     assert kept.parents.tolist() == [[0, 0, 1, 3]]
     assert not kept.is_chain
+
+
+def test_nonsense_from_a_drafter_is_no_reason_to_stop():
+    nan = float("nan")
+    for confidence in [nan, nan, 0.9], [-0.5, 2.0, 0.3], [float("inf"), -float("inf"), nan]:
+        controller = sg.Auto(costs=told(0.0, *[0.3] * 12)).start(Situation(batch=1))
+        controller.depth()
+        draft = Draft(torch.tensor([[5, 6, 7]]), torch.tensor([[0, -1, 2]]), confidence=torch.tensor([confidence]))
+        kept = controller.choose(draft)
+        assert kept.nodes <= 1, "what hangs on a place without a node is no node"
+        controller.update(Step([[1]], [0], [0]))
+        controller.update(Step([[5, 6]], [1], [1], 1, seconds=1.0))
+
+
+def test_a_copy_of_costs_is_the_same_costs():
+    costs = Costs()
+    assert copy.deepcopy(sg.Auto(costs=costs)).costs is costs
+    with pytest.raises(ValueError, match=r"is no hf_specgen\.Costs"):
+        sg.Auto(costs={})
 
 
 def test_what_must_stay_whole_is_checked_whole_or_not_at_all():

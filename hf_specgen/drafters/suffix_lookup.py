@@ -65,6 +65,8 @@ class SuffixLookup:
     num_assistant_tokens: int | None = None
 
     def __post_init__(self) -> None:
+        if not isinstance(self.store, SuffixStore | None):
+            raise ValueError(f"store={self.store!r} is no hf_specgen.SuffixStore")
         if self.branches < 1:
             raise ValueError(f"branches must be at least 1, not {self.branches}")
         if not 1 <= self.min_match < LONGEST:

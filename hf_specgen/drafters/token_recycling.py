@@ -114,8 +114,10 @@ class CandidateMatrix:
         """Writes it to a file as JSON: for each token its ids and the two counts of `Candidates`."""
         with self._lock:
             rows = {token: [list(row.ids), row.seen, row.hits] for token, row in self._rows.items()}
-        with open(path, "w", encoding="utf-8") as file:
+        partial = f"{os.fspath(path)}.{os.getpid()}"
+        with open(partial, "w", encoding="utf-8") as file:
             json.dump({"candidate_matrix": rows}, file)
+        os.replace(partial, path)  # whoever reads meanwhile finds the old file or the new one
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> CandidateMatrix:
@@ -130,10 +132,10 @@ class CandidateMatrix:
                 content = json.load(file)
             for token, (ids, seen, hits) in content["candidate_matrix"].items():
                 row = Candidates(tuple(map(int, ids)), float(seen), float(hits))
-                if not row.ids or min(row.ids) < 0 or not 0 <= row.hits <= row.seen:
+                if not row.ids or not 0 <= min(row.ids) <= max(row.ids) < 2**31 or not 0 <= row.hits <= row.seen:
                     raise ValueError(f"row {token} is {ids}, {seen}, {hits}")
                 matrix._rows[int(token)] = row
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
             raise ValueError(f"{os.fspath(path)} was not written by CandidateMatrix.save: {error}") from error
         return matrix
 
@@ -161,6 +163,8 @@ class TokenRecycling:
     def __post_init__(self) -> None:
         if not 1 <= self.top_k <= 1 + len(OTHERS):
             raise ValueError(f"top_k must be 1 to {1 + len(OTHERS)}, not {self.top_k}")
+        if not isinstance(self.matrix, CandidateMatrix | None):
+            raise ValueError(f"matrix={self.matrix!r} is no hf_specgen.CandidateMatrix")
 
     def start(self, target: PreTrainedModel, request: Request) -> TokenRecyclingSession:
         """See `Drafter`."""
