@@ -97,7 +97,7 @@ DRAFTERS: list[tuple[str, Maker, tuple[str, ...]]] = [
         ("tree",),
     ),
     ("lookahead", lambda shape, model, texts: tiny.Foretold(sg.Lookahead(4), texts), ("tree",)),
-    ("layer-skip", lambda shape, model, texts: _shortened(shape), ("tree",)),
+    ("layer-skip", lambda shape, model, texts: _shortened(shape), ("chain", "tree")),
     ("first-of", lambda shape, model, texts: sg.FirstOf(*_pair(shape, model, texts), at_least=3), ("tree",)),
     ("merge", lambda shape, model, texts: sg.Merge(*_pair(shape, model, texts)), ("tree",)),
     ("shared-words", lambda shape, model, texts: _foreign(model), ("chain",)),
