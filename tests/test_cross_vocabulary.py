@@ -24,7 +24,7 @@ from hf_specgen.drafters.carry import NGrams, by_place, by_warping, unlike
 from hf_specgen.drafters.cross_vocabulary import CrossVocabulary, CrossVocabularySession
 from hf_specgen.drafters.retokenize import Translation
 from hf_specgen.sampling import Noise
-from hf_specgen.vocabulary import Pair, Piece, Speller
+from hf_specgen.spelling import Pair, Piece, Speller
 
 METHODS = ["tli", "slem", "timing", "ngram"]
 LOSSLESS = ["small", "large", "spaced", "llama"]

@@ -20,6 +20,7 @@ ARROWS: dict[str, set[str] | None] = {
     "trees": set(),
     "stats": set(),
     "vocabulary": set(),
+    "spelling": set(),
     "theory": set(),
     "attention": set(),
     "linear": set(),
@@ -42,7 +43,7 @@ ARROWS: dict[str, set[str] | None] = {
     "length": {"acceptance", "costs", "draft", "stats"},
     "outputs": {"stats"},
     "loop": {"clock", "draft", "walk", "rows", "sampling", "target", "length", "stats", "ranks"},
-    "drafters": {"prompt", "draft", "trees", "cache", "target", "heads", "vocabulary", "ranks", "encoder"},
+    "drafters": {"prompt", "draft", "trees", "cache", "target", "heads", "vocabulary", "spelling", "ranks", "encoder"},
     "assistants": {"prompt", "draft", "drafters"},
     "refusals": {"prompt", "cache", "target", "rope", "ranks"},
     "generation": {

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from hf_specgen.drafters.retokenize import text_of
-from hf_specgen.vocabulary import Pair, Piece
+from hf_specgen.spelling import Pair, Piece
 
 # A token of the target and the drafter's probability of it.
 Guess = tuple[int, float]

@@ -21,8 +21,9 @@ from hf_specgen.drafters.carry import Guess, NGrams, respelled
 from hf_specgen.drafters.draft_model import DraftModel, DraftModelSession, eval_view, refuse_other_ranks
 from hf_specgen.drafters.retokenize import Translation
 from hf_specgen.prompt import generative, prompt_of
+from hf_specgen.spelling import Pair
 from hf_specgen.target import why_cropped
-from hf_specgen.vocabulary import Pair, size
+from hf_specgen.vocabulary import size
 
 logger = logging.getLogger(__name__)
 

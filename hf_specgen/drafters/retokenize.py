@@ -10,7 +10,7 @@ from __future__ import annotations
 import codecs
 from collections.abc import Sequence
 
-from hf_specgen.vocabulary import Pair, Piece, Speller
+from hf_specgen.spelling import Pair, Piece, Speller
 
 # Tokens of the window that are context only; tokens that later text may still change; where no space comes, the most.
 LEFT, RIGHT, MOST = 6, 8, 64
