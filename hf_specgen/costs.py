@@ -205,6 +205,8 @@ class Costs:
                     raise ValueError(
                         f"frozen costs hold {known}, and not {key!r}: measure that too, or load them with frozen=False"
                     )
+                if self.frozen:
+                    return Curve(prior())
                 self._curves[key] = Curve(prior())
             return self._curves[key]
 
@@ -253,7 +255,7 @@ class Costs:
                 curve.covariance = _covariance(SHAPE, SHAPE / 2)
                 curve.seen = [1] * len(LADDER)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise ValueError(f"{path} was not written by Costs.save: {error}") from error
+            raise ValueError(f"{path} was not written by Costs.save: {error!r}") from error
         return costs
 
 

@@ -77,7 +77,7 @@ class Fixed:
 
     def __post_init__(self) -> None:
         """Refuses what cannot be a count."""
-        if not isinstance(self.tokens, int) or self.tokens < 0:
+        if not isinstance(self.tokens, int) or isinstance(self.tokens, bool) or self.tokens < 0:
             raise ValueError(f"num_assistant_tokens is {self.tokens!r}; it must be a whole number, 0 or more")
 
     def start(self, situation: Situation) -> Controller:

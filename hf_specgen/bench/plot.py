@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import importlib.util
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -142,6 +143,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="the picture; its ending says of what kind")
     parser.add_argument("--threads", type=int, default=1)
     arguments = parser.parse_args()
+    if importlib.util.find_spec("matplotlib") is None:
+        raise SystemExit('the picture needs matplotlib: pip install "hf_specgen[bench]"')
     torch.set_num_threads(arguments.threads)
     model, tokenizer = smollm2.load()
     inputs = encode(tokenizer, PROMPT)

@@ -29,7 +29,7 @@ def checked(name: str, drafters: Sequence[Drafter]) -> tuple[Drafter, ...]:
     for drafter in drafters:
         if isinstance(drafter, type) or not callable(getattr(drafter, "start", None)):
             raise ValueError(
-                f"{name} takes drafters such as hf_specgen.PromptLookup(), not {drafter!r}; "
+                f"{name} takes drafters such as hf_specgen.PromptLookup(), not a {type(drafter).__name__}; "
                 "a causal LM goes into hf_specgen.DraftModel(model)"
             )
     if len(drafters) < 2:

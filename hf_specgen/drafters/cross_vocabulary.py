@@ -66,7 +66,9 @@ class CrossVocabulary:
     num_assistant_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        """Refuses methods that do not exist."""
+        """Refuses what is no model or no tokenizer, and methods that do not exist."""
+        if not isinstance(self.model, torch.nn.Module) or isinstance(self.tokenizer, str):
+            raise ValueError("CrossVocabulary takes a loaded causal LM and its loaded tokenizer, not paths or hub ids")
         if self.method not in get_args(Method):
             raise ValueError(f"method={self.method!r} is not one of {', '.join(map(repr, get_args(Method)))}")
 

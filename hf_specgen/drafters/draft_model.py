@@ -50,7 +50,12 @@ class DraftModel:
     num_assistant_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        """Refuses a tree without branches."""
+        """Refuses what is no model, and a tree without branches."""
+        if not isinstance(self.model, torch.nn.Module):
+            raise ValueError(
+                f"model is {self.model!r}, not a loaded causal LM; to load one by its path or hub id pass "
+                'assistant={"method": "draft_model", "model": path}'
+            )
         if self.branches < 1:
             raise ValueError(f"branches must be at least 1, not {self.branches}")
 

@@ -52,6 +52,8 @@ class LayerSkip:
         """Refuses what says nothing, or two things."""
         if (self.exit_layer is None) == (self.skip is None):
             raise ValueError("LayerSkip takes exit_layer= or skip=, and exactly one of them")
+        if not isinstance(self.exit_layer, int | None):
+            raise ValueError(f"exit_layer must be a whole number, not {self.exit_layer!r}")
         if self.skip is not None:
             skip = self.skip if isinstance(self.skip, SkipSet) else SkipSet.whole(self.skip)
             object.__setattr__(self, "skip", skip)  # hashable, and nobody's list

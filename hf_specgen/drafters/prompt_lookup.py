@@ -175,6 +175,8 @@ class PromptLookup:
             raise ValueError(f"1 <= min_ngram <= max_ngram does not hold for {self.min_ngram} and {self.max_ngram}")
         if self.branches < 1:
             raise ValueError(f"branches must be at least 1, not {self.branches}")
+        if not isinstance(self.store, LookupStore | None):
+            raise ValueError(f"store={self.store!r} is no hf_specgen.LookupStore; a SuffixStore goes into SuffixLookup")
         if self.store is not None and self.max_ngram < self.store.min_ngram:
             raise ValueError(f"max_ngram={self.max_ngram} never reaches the store's min_ngram={self.store.min_ngram}")
 
