@@ -21,8 +21,9 @@ from hf_specgen.drafters.token_recycling import TokenRecycling
 from hf_specgen.prompt import input_device
 
 ACCEPTED = (
-    '"auto", a drafter such as hf_specgen.PromptLookup() or hf_specgen.Plain(), a causal LM that drafts, '
-    'or a dict with the fields of vLLM\'s speculative_config such as {"method": "ngram", "num_speculative_tokens": 5}'
+    "a drafter such as hf_specgen.PromptLookup() or hf_specgen.Plain(), a causal LM that drafts, "
+    "a dict with the fields of vLLM's speculative_config such as "
+    '{"method": "ngram", "num_speculative_tokens": 5}, or "auto"'
 )
 
 # Drafters loaded from a path, once for each live target and path.

@@ -399,8 +399,11 @@ class SpecGenMixin(GenerationMixin):
                 )
             return super().generate(*args, **kwargs)
         self._refuse_arguments(kwargs)
-        kwargs["custom_generate"] = kwargs.get("custom_generate") or speculate
-        return super().generate(*args, assistant=assistant, **kwargs)
+        door = kwargs.pop("custom_generate", None) or speculate
+        if (length := kwargs.pop("num_assistant_tokens", None)) is not None:
+            # Models with a `generate` of their own (Whisper) would put it into a config, where nobody reads it.
+            door = functools.partial(door, num_assistant_tokens=length)
+        return super().generate(*args, assistant=assistant, custom_generate=door, **kwargs)
 
     def _refuse_arguments(self, kwargs: dict[str, Any]) -> None:
         """What stock `generate` would act on before a callable is ever called."""
@@ -447,17 +450,22 @@ class SpecGenMixin(GenerationMixin):
         mode: dict[str, Any] = super()._extract_generation_mode_kwargs(
             custom_generate, kwargs, synced_gpus, assistant_model, streamer
         )
-        if custom_generate is speculate:
+        if _behind(custom_generate) is speculate:
             mode.update({name: value for name, value in kept.items() if value is not None})
             if streamer is not None:
                 mode.update(streamer=streamer, prompt_streamed=True)
         return mode
 
 
-def _is_door(custom_generate: Any) -> bool:
+def _behind(custom_generate: Any) -> Any:
+    """The callable without the arguments that are bound to it."""
     while isinstance(custom_generate, functools.partial):
         custom_generate = custom_generate.func
-    return isinstance(custom_generate, Door)
+    return custom_generate
+
+
+def _is_door(custom_generate: Any) -> bool:
+    return isinstance(_behind(custom_generate), Door)
 
 
 @functools.cache

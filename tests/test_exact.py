@@ -630,7 +630,8 @@ def test_a_draft_model_drafts_from_a_cache_that_holds_every_decided_token(shape,
 def test_a_model_that_drafts_for_itself_is_always_right(mode, rows):
     # Its noise, its processors, its positions and its cache are the target's (report 19).
     stats = sg.Stats()
-    run(target(), ROWS[rows], mode, assistant=sg.DraftModel(target()), max_new_tokens=NEW, stats=stats)
+    assistant = sg.DraftModel(target(), num_assistant_tokens=5)
+    run(target(), ROWS[rows], mode, assistant=assistant, max_new_tokens=NEW, stats=stats)
     assert stats.acceptance_rate == 1.0
     assert stats.rounds == 6  # of 5 drafted tokens and the target's own, after the prompt's pass
 

@@ -1,9 +1,14 @@
-"""Tokenizers that are trained here, a text, and tiny models that know it by heart in the tokens of one of them."""
+"""Tokenizers, a text, and tiny models that know it by heart in the tokens of one of them.
+
+Training the same tokenizer twice does not give the same merges, and what a drafter gets right differs with them: so
+those that are trained lie in tests/data/tongues. `python tests/tongues.py` trains them anew.
+"""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from tiny import llama, sibling
@@ -22,6 +27,7 @@ TEXT = (
 # The drafter's version of it: some words differ, so that some of what it drafts is wrong.
 OTHER = TEXT.replace("lazy dog", "busy cat").replace("nobody knows", "everyone saw").replace("wohl", "fast")
 
+DATA = Path(__file__).parent / "data" / "tongues"
 ALPHABET = pre_tokenizers.ByteLevel.alphabet()
 SPECIAL = ["<s>", "</s>"]
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
@@ -107,13 +113,15 @@ def _characters(letters: list[str], merges: tuple[str, ...] = ()) -> Tokenizer:
 
 
 # Few merges, many merges, a space before every text, sentencepiece's two kinds, and one that loses what it is told.
-MAKERS: dict[str, Callable[[], Tokenizer]] = {
+TRAINED: dict[str, Callable[[], Tokenizer]] = {
     "small": lambda: _byte_level(280),
     "large": lambda: _byte_level(420),
     "spaced": lambda: _byte_level(340, space=True),
     "unigram": _unigram,
     "llama": _llama,
     "lower": _word_piece,
+}
+MAKERS: dict[str, Callable[[], Tokenizer]] = {
     "letters": lambda: _characters(LETTERS),
     # the same in another order, and all but ten of them with some pairs beside
     "backwards": lambda: _characters(LETTERS[::-1]),
@@ -126,7 +134,7 @@ MAKERS: dict[str, Callable[[], Tokenizer]] = {
 @functools.cache
 def tokenizer(name: str) -> PreTrainedTokenizerFast:
     """A tokenizer; its special tokens are named where it has them."""
-    raw = MAKERS[name]()
+    raw = MAKERS[name]() if name in MAKERS else Tokenizer.from_file(str(DATA / f"{name}.json"))
     names = raw.get_vocab()
     special = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
     if "[CLS]" in names:
@@ -166,3 +174,9 @@ def translated(model: PreTrainedModel, noise: float = 0.1, name: str = "others")
     other.lm_head = head
     other.config.vocab_size = len(rows)
     return other
+
+
+if __name__ == "__main__":
+    DATA.mkdir(exist_ok=True)
+    for name, train in TRAINED.items():
+        train().save(str(DATA / f"{name}.json"), pretty=False)
