@@ -207,6 +207,7 @@ class Request:
         chain: drafts may not branch.
         sampled: the target samples (False: greedy).
         wants_probs: the accept rule reads `Draft.probs`.
+        wants_confidence: `Draft.confidence` is read: not where the draft length is fixed.
         processors: the target's logits processors as far as a drafter may run them (never stateful ones).
         eos: ids that end a row.
         tokenizer: the target's, where the caller gave it.
@@ -218,6 +219,7 @@ class Request:
     chain: bool = False
     sampled: bool = False
     wants_probs: bool = False
+    wants_confidence: bool = True
     processors: Processors | None = None
     eos: frozenset[int] = frozenset()
     tokenizer: PreTrainedTokenizerBase | None = None

@@ -24,9 +24,9 @@ from transformers.generation.streamers import BaseStreamer
 from hf_specgen import attention
 from hf_specgen.assistants import ACCEPTED, named, resolve
 from hf_specgen.costs import Platform, costs_of
-from hf_specgen.draft import Draft, Request
+from hf_specgen.draft import Draft, Drafter, Request
 from hf_specgen.encoder import Source
-from hf_specgen.length import Length, Situation, as_length
+from hf_specgen.length import Fixed, Length, Situation, as_length
 from hf_specgen.linear import install as install_linear
 from hf_specgen.linear import installed as installed_linear
 from hf_specgen.linear import uninstall as uninstall_linear
@@ -208,6 +208,7 @@ def prepare(
     together = batch > 1 and reasons.lockstep is not None
     rules = rules.in_lockstep(together)
     chain = reasons.chains is not None
+    length = as_length(assistant.tokens if options.num_assistant_tokens is None else options.num_assistant_tokens)
     session = assistant.drafter.start(
         model,
         Request(
@@ -215,6 +216,7 @@ def prepare(
             chain=chain,
             sampled=noise is not None,
             wants_probs=rules.verifier.wants_probs,
+            wants_confidence=not isinstance(length, Fixed),
             processors=rules.processors.for_drafts(),
             eos=rules.eos,
             tokenizer=options.tokenizer,
@@ -225,19 +227,12 @@ def prepare(
     pad = getattr(config, "_pad_token_tensor", None)
     ends = Ends(max_length, 0 if pad is None else int(pad), together=together and not rules.eos)
     recorder = Recorder(config, batch, prompt.source)
-    length = as_length(assistant.tokens if options.num_assistant_tokens is None else options.num_assistant_tokens)
-    situation = Situation(
-        batch=batch,
-        drafter=named(assistant.drafter),
-        platform=_platform(model, target.device),
-        costs=costs_of(model),
-    )
     call = Call(
         target=target,
         rows=Rows(prompt.input_ids, prompt.attention_mask, ends),
         walk=WalkAtOnce(rules, recorder) if rules.prefix_free else WalkByStep(rules, recorder, batch),
         session=session,
-        controller=length.start(situation),
+        controller=length if isinstance(length, Fixed) else length.start(_situation(model, target, assistant.drafter)),
         noise=noise,
         coupled=rules.verifier.coupled,
         chain=chain,
@@ -250,6 +245,16 @@ def prepare(
 def _platform(model: PreTrainedModel, device: torch.device) -> Platform:
     """What a model's passes run on."""
     return Platform(torch.get_num_threads(), installed_linear(model)) if device.type == "cpu" else Platform(0)
+
+
+def _situation(model: PreTrainedModel, target: Target, drafter: Drafter) -> Situation:
+    """What a controller is told; a fixed length asks for nothing, and is spared the looking."""
+    return Situation(
+        batch=target.prompt.input_ids.shape[0],
+        drafter=named(drafter),
+        platform=_platform(model, target.device),
+        costs=costs_of(model),
+    )
 
 
 def _with_stop_strings(criteria: StoppingCriteriaList, options: Options) -> StoppingCriteriaList:

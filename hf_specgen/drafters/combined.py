@@ -49,6 +49,7 @@ class Sessions:
     """
 
     def __init__(self, drafters: Sequence[Drafter], target: PreTrainedModel, request: Request) -> None:
+        request = replace(request, wants_confidence=True)  # by which drafts are compared
         self.all: list[DraftSession] = [drafter.start(target, request) for drafter in drafters]
         self._needs = [session.needs for session in self.all]
         layers = [needs.hidden_layers for needs in self._needs if needs.hidden_layers]

@@ -128,6 +128,7 @@ class CrossVocabularySession(DraftModelSession):
         alone = shared.alone[:0] if self.method == "tli" else shared.alone
         certain = request.wants_probs and self.method != "tli"
         model_alone = DraftModel(model, sample=drafter.sample and not certain)
+        request = replace(request, wants_confidence=True)  # it is carried over from token to token
         super().__init__(model_alone, model, request, pair.size + len(alone))
         self.pair = pair
         self.vocabularies = f"{len(shared.target)} tokens are shared; {self.method}"
