@@ -197,6 +197,13 @@ def test_a_tree_holds_the_chain_of_the_most_likely_tokens_where_these_are_sure(r
     assert stats.rounds <= 6
 
 
+class Six:
+    """A draft length that might read confidences, as a fixed one never does."""
+
+    def start(self, situation: sg.Situation) -> sg.Controller:
+        return sg.Fixed(6)
+
+
 @pytest.mark.parametrize("branches", [1, 3])
 @pytest.mark.parametrize("mode", ["greedy", "sampled"])
 def test_confidence_is_a_chance_and_that_of_siblings_sums_to_one_at_most(branches, mode):
@@ -214,7 +221,7 @@ def test_confidence_is_a_chance_and_that_of_siblings_sums_to_one_at_most(branche
             seen.append(max(chances))
 
     drafter = Watched(sg.LayerSkip(exit_layer=2, branches=branches), check)
-    run(target(), ONE, mode, assistant=drafter, max_new_tokens=NEW)
+    run(target(), ONE, mode, assistant=drafter, num_assistant_tokens=Six(), max_new_tokens=NEW)
     assert max(seen) > 0.5
 
 
