@@ -105,8 +105,8 @@ def _suffix(config: dict[str, Any], target: PreTrainedModel) -> Drafter:
             "'suffix_decoding_max_cached_requests' keeps users' texts between calls: pass a store of your own instead, "
             "assistant=hf_specgen.SuffixLookup(store=hf_specgen.SuffixStore())"
         )
-    named = {"max_spec_factor": "suffix_decoding_max_spec_factor", "min_token_prob": "suffix_decoding_min_token_prob"}
-    settings = {ours: config.pop(theirs) for ours, theirs in named.items() if theirs in config}
+    names = {f"suffix_decoding_{name}": name for name in ("max_spec_factor", "min_token_prob")}
+    settings = {names[name]: config.pop(name) for name in names.keys() & config.keys()}
     return SuffixLookup(**settings, num_assistant_tokens=config.pop("suffix_decoding_max_tree_depth", None))
 
 

@@ -185,7 +185,13 @@ class Costs:
         Raises:
             ValueError: frozen costs that do not hold them.
         """
-        return self._curve(f"pass, batch {batch}, {platform}", lambda: _of_a_pass(batch, platform))
+        key = f"pass, batch {batch}, {platform}"
+        if self.frozen and key not in self._curves:
+            known = "; ".join(sorted(self._curves)) or "nothing"
+            raise ValueError(
+                f"frozen costs hold {known}, and not {key!r}: measure that too, or load them with frozen=False"
+            )
+        return self._curve(key, lambda: _of_a_pass(batch, platform))
 
     def drafts(self, drafter: str, batch: int, platform: Platform) -> Curve:
         """Seconds of a draft, by depth asked for; next to none where frozen costs do not know it.
@@ -200,11 +206,6 @@ class Costs:
     def _curve(self, key: str, prior: Callable[[], list[float]]) -> Curve:
         with self._lock:
             if key not in self._curves:
-                if self.frozen and prior is not _of_a_draft:
-                    known = "; ".join(sorted(self._curves)) or "nothing"
-                    raise ValueError(
-                        f"frozen costs hold {known}, and not {key!r}: measure that too, or load them with frozen=False"
-                    )
                 if self.frozen:
                     return Curve(prior())
                 self._curves[key] = Curve(prior())
