@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import random
-import sys
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any, cast
 
 import pytest
+import tiny
 
 from hf_specgen.draft import Context, Draft, Limit, Request
 from hf_specgen.drafters.prompt_lookup import LookupStore, PromptLookup, PromptLookupSession
@@ -445,17 +444,6 @@ def test_a_cleared_store_is_empty_and_calls_go_on() -> None:
     assert propose(start(drafter), [1, *output[:8]]).nodes == 0
 
 
-def in_two_threads(work: Callable[[int], None]) -> None:
-    """Runs `work(0)` and `work(1)` at once, changing between them as often as Python can."""
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        with ThreadPoolExecutor(2) as pool:
-            list(pool.map(work, range(2)))
-    finally:
-        sys.setswitchinterval(interval)
-
-
 def test_two_threads_lose_nothing_of_what_they_store() -> None:
     store = LookupStore(min_ngram=2)
 
@@ -464,7 +452,7 @@ def test_two_threads_lose_nothing_of_what_they_store() -> None:
         for place in range(5000):
             after = store.add([2 * place + thread], after)
 
-    in_two_threads(work)
+    tiny.in_two_threads(work)
     assert len(store) == 10_000
     for text in list(range(0, 10_000, 2)), list(range(1, 10_000, 2)):
         assert store.find(text[2000:2003], 0, 100) == [(3, text[2003:2103])]
@@ -495,7 +483,7 @@ def test_two_threads_share_a_drafter_and_its_store() -> None:
             if rng.random() < 0.1:
                 store.clear()
 
-    in_two_threads(work)
+    tiny.in_two_threads(work)
     assert len(store) <= 300
     store.clear()
     write(drafter, list(range(30, 50)), prompt=[1])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import sys
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
@@ -14,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import tiny
 
 from hf_specgen.draft import Context, Draft, Limit, Node, Request
 from hf_specgen.drafters.suffix_lookup import SuffixLookup, SuffixLookupSession
@@ -506,17 +506,6 @@ def test_a_store_too_small_is_refused() -> None:
         SuffixStore(LEAST_BYTES - 1)
 
 
-def in_two_threads(work: Callable[[int], None]) -> None:
-    """Runs `work(0)` and `work(1)` at once, changing between them as often as Python can."""
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        with ThreadPoolExecutor(2) as pool:
-            list(pool.map(work, range(2)))
-    finally:
-        sys.setswitchinterval(interval)
-
-
 def test_two_threads_lose_nothing_of_what_they_store() -> None:
     store = SuffixStore()
 
@@ -525,7 +514,7 @@ def test_two_threads_lose_nothing_of_what_they_store() -> None:
         for place in range(2000):
             text = store.add([2 * place + thread], text)
 
-    in_two_threads(work)
+    tiny.in_two_threads(work)
     assert len(store) == 4000
     drafter = SuffixLookup(branches=1, store=store, min_token_prob=0)
     for text in list(range(0, 4000, 2)), list(range(1, 4000, 2)):
@@ -583,7 +572,7 @@ def test_two_threads_share_a_drafter_and_its_store_while_it_is_cleared_and_overf
                 store.clear()
             assert store.bytes <= LEAST_BYTES
 
-    in_two_threads(work)
+    tiny.in_two_threads(work)
     store.clear()
     write(drafter, list(range(30, 50)), prompt=[1])
     assert chain_of(propose(start(drafter), [2, *range(30, 36)], depth=3)) == [36, 37, 38]

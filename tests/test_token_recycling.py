@@ -6,9 +6,7 @@ import dataclasses
 import json
 import math
 import random
-import sys
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, cast
@@ -348,17 +346,6 @@ def test_settings_that_cannot_work_are_refused(top_k: int) -> None:
         TokenRecycling(top_k=top_k)
 
 
-def in_two_threads(work: Callable[[int], None]) -> None:
-    """Runs `work(0)` and `work(1)` at once, changing between them as often as Python can."""
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        with ThreadPoolExecutor(2) as pool:
-            list(pool.map(work, range(2)))
-    finally:
-        sys.setswitchinterval(interval)
-
-
 def test_two_threads_lose_nothing_of_what_they_count(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(token_recycling, "MOST_SEEN", 1e9)
     matrix = warm(_1=[2])
@@ -367,7 +354,7 @@ def test_two_threads_lose_nothing_of_what_they_count(monkeypatch: pytest.MonkeyP
         for _ in range(5000):
             matrix.update([(1, 2 + thread)], [(1, [2])])
 
-    in_two_threads(work)
+    tiny.in_two_threads(work)
     assert matrix.get(1) == Candidates((2,), 10_000, 5000)
 
 
@@ -398,7 +385,7 @@ def test_two_threads_share_a_drafter_and_its_matrix(tmp_path: Path) -> None:
             if call == 5:
                 matrix.clear()
 
-    in_two_threads(work)
+    tiny.in_two_threads(work)
     assert 0 < len(matrix) <= 12
 
 

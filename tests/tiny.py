@@ -9,9 +9,11 @@ from __future__ import annotations
 import copy
 import itertools
 import random
+import sys
 import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -458,3 +460,14 @@ def misfit(model: PreTrainedModel, assistant: Any, acceptance: str, rows: int = 
     counted = Counter(map(tuple, ids.tolist()))
     assert counted.keys() <= exact.keys()
     return sum((counted[text] - rows * chance) ** 2 / (rows * chance) for text, chance in exact.items())
+
+
+def in_two_threads(work: Callable[[int], None]) -> None:
+    """Runs `work(0)` and `work(1)` at once, changing between them as often as Python can."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(work, range(2)))
+    finally:
+        sys.setswitchinterval(interval)
