@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import threading
 from bisect import bisect_right
 from collections.abc import Callable
@@ -19,6 +18,8 @@ from pathlib import Path
 from weakref import WeakKeyDictionary
 
 from torch.nn import Module
+
+from hf_specgen.files import write_whole
 
 # Widths with an estimate of their own; between them it is interpolated.
 LADDER = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
@@ -227,11 +228,7 @@ class Costs:
         """Writes JSON: seconds by width for each thing measured."""
         with self._lock:
             told = {key: [math.exp(value) for value in curve.mean] for key, curve in self._curves.items()}
-        text = json.dumps({"widths": LADDER, "seconds": told}, indent=1) + "\n"
-        # Whoever reads meanwhile finds the old file or the new one.
-        partial = Path(f"{os.fspath(path)}.{os.getpid()}")
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(path)
+        write_whole(path, json.dumps({"widths": LADDER, "seconds": told}, indent=1) + "\n")
 
     @classmethod
     def load(cls, path: str | PathLike[str], frozen: bool = True) -> Costs:

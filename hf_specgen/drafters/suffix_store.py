@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from hf_specgen.drafters.suffixes import BEGIN, Match, SuffixAutomaton, TextEnd
+from hf_specgen.files import write_whole
 
 # Longest match. Also what a text takes along into the next part, so that matches reach across.
 LONGEST = 32
@@ -138,9 +139,7 @@ class SuffixStore:
         """Writes the texts as JSON. The file holds users' text as the store does."""
         with self.lock:
             texts = [list(text) for part in self._parts for text in part.texts]
-        beside = Path(f"{os.fspath(path)}.{os.getpid()}.{threading.get_ident()}")
-        beside.write_text(json.dumps({"format": FORMAT, "texts": texts}), encoding="utf-8")
-        beside.replace(path)  # complete or not at all
+        write_whole(path, json.dumps({"format": FORMAT, "texts": texts}))
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], max_bytes: int = 64 * 2**20) -> SuffixStore:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from hf_specgen.draft import Draft, Needs, Node
+from hf_specgen.files import write_whole
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -114,10 +115,7 @@ class CandidateMatrix:
         """Writes it to a file as JSON: for each token its ids and the two counts of `Candidates`."""
         with self._lock:
             rows = {token: [list(row.ids), row.seen, row.hits] for token, row in self._rows.items()}
-        partial = f"{os.fspath(path)}.{os.getpid()}"
-        with open(partial, "w", encoding="utf-8") as file:
-            json.dump({"candidate_matrix": rows}, file)
-        os.replace(partial, path)  # whoever reads meanwhile finds the old file or the new one
+        write_whole(path, json.dumps({"candidate_matrix": rows}))
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> CandidateMatrix:
