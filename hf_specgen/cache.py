@@ -223,7 +223,7 @@ class SlotCache(Cache):
         # One mask for all kinds of attention is spread over them by models with recurrent layers themselves.
         self.dict_masks = getattr(config, "layer_types", None) is not None and (self.trees or len(self.windows) > 1)
         self._maskless = set(kinds).difference(self.windows) if self._recurrent else set()
-        self._width = 1
+        self._width, self._behind = 1, 0
         self._marks: list[Snapshot] = []
         self._marked: list[int] | None = None
         # Where the buffers of each window begin, since layers of one window slide together; and the first slot that
@@ -273,13 +273,20 @@ class SlotCache(Cache):
             buffer[row, :, start : start + columns - skip] = states[row, :, skip:]
         return buffer
 
-    def begin(self, width: int, some_idle: bool = False) -> None:
-        """See `RowCache`. Buffers double when they are full."""
-        self._width = width
+    def begin(self, width: int, some_idle: bool = False, behind: int = 0) -> None:
+        """See `RowCache`. Buffers double when they are full.
+
+        Args:
+            width: tokens.
+            some_idle: some rows will keep nothing of it.
+            behind: tokens of earlier passes that lie behind the committed ones and are to stay: with them a drafter
+                feeds a tree level by level, each node once. `mask` then takes the whole tree.
+        """
+        self._width, self._behind = width, behind
         for recurrent, _ in self._recurrent:
             # What a pass broke off half-way has written in place could not be taken back from the caller's cache.
             recurrent.begin(width, in_place=width == 1 and not some_idle and not is_users(self.prefilled))
-        newest = max(self.lengths)
+        newest = max(self.lengths) + behind
         if newest + width > self._end:
             oldest = min(self._marked or self.lengths) - 1
             for layer, _ in self._filled:
@@ -288,7 +295,7 @@ class SlotCache(Cache):
         if self._level():
             self._index = None
         else:
-            starts = torch.tensor(self.lengths, device=self._device()).view(-1, 1, 1, 1)
+            starts = torch.tensor(self.lengths, device=self._device()).view(-1, 1, 1, 1) + behind
             self._index = starts + torch.arange(width, device=self._device()).view(1, 1, -1, 1)
 
     def _find_ends(self) -> None:
@@ -304,7 +311,7 @@ class SlotCache(Cache):
     def write(self, buffer: Tensor, states: Tensor, base: int) -> None:
         """Puts `states` `(batch, heads, width, dim)` behind each row's committed slots; `base`: the buffer's first."""
         if self._index is None:
-            start = self.lengths[0] - base
+            start = self.lengths[0] + self._behind - base
             buffer[:, :, start : start + states.shape[-2]] = states
         else:
             buffer.scatter_(2, (self._index - base).to(buffer.device).expand_as(states), states)
@@ -313,17 +320,17 @@ class SlotCache(Cache):
         """First and last slot (exclusive) that a pass over `width` tokens a row can see in a layer of that window."""
         # A drafter may feed the prompt's last token again, whose farthest neighbour stock's layer did not keep.
         first = 0 if window is None else max(self._bases.get(window, 0), min(self.lengths) - window + 1)
-        return first, max(self.lengths) + width
+        return first, max(self.lengths) + self._behind + width
 
     def mask(self, draft: Draft, dtype: torch.dtype) -> Mask:
         """Additive `(batch, 1, width, slots)`, one a kind of layer where the model tells its kinds apart.
 
         None for one token a row at equal lengths: every slot is visible then, and kernels are fastest without a mask.
         """
-        width = draft.nodes + 1
-        if (width == 1 and self._level()) or not self.windows:
+        width = draft.nodes + 1 - self._behind
+        if (draft.nodes == 0 and self._level()) or not self.windows:
             return None
-        hidden = self._hidden(draft)
+        hidden = self._hidden(draft)[:, -width:]
         # Eager attention softmaxes in float32 whatever the model's format: float64's own minimum would be -inf there.
         blocking = max(torch.finfo(dtype).min, torch.finfo(torch.float32).min)
         masks = {}
@@ -331,7 +338,7 @@ class SlotCache(Cache):
             first, last = self.span(width, window)
             mask = torch.zeros((hidden.shape[0], 1, width, last - first), dtype=dtype, device=hidden.device)
             if window is not None:
-                far = self._far(draft, kind, window)
+                far = self._far(draft, kind, window)[:, -width:]
                 far[..., last - hidden.shape[-1] :] |= hidden
                 mask.masked_fill_(far[..., first:].unsqueeze(1), blocking)
             else:

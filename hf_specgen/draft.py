@@ -147,7 +147,8 @@ class Needs:
     """What a session wants from the target's passes.
 
     Attributes:
-        hidden_layers: indices into `hidden_states` (0 is the embedding output), concatenated in this order.
+        hidden_layers: indices into transformers' `hidden_states`, whose states are concatenated in this order:
+            `Context.hidden`. 0 is the output of the embedding, i that of layer i - 1, and -1 that of the final norm.
         top_k: so many of the target's best ids at the root and every node of the last pass, rejected ones included:
             `Verified.top`.
         cache_view: `Context.cache`.
@@ -187,6 +188,10 @@ class Context:
         noise: the Gumbel noise a drafter samples with, to be bound by `noise.at(positions)`. Under `matching` it is
             the target's own, which makes drafts agree with it far more often; None when decoding is greedy.
         last: the draft of the round before, if there was one.
+        hidden: for sessions that ask for `Needs.hidden_layers`, for each row `(new, size)` the target's states at the
+            tokens that joined `ids[:-1]` since the session was last asked; the last state is that by which the root was
+            chosen. At first these are the prompt's: fewer than it has tokens where it was read in chunks or continues a
+            cache, and more than there are ids where `inputs_embeds` stood for some.
         cache: the target's cache, for sessions that ask for `Needs.cache_view`. What it has committed is only to be
             read; slots behind that may be written to, since the next pass overwrites them before anyone reads them.
     """
@@ -195,6 +200,7 @@ class Context:
     positions: Sequence[int]
     noise: Noise | None = None
     last: Verified | None = None
+    hidden: Sequence[Tensor] | None = None
     cache: RowCache | None = None
 
 

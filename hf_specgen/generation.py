@@ -224,6 +224,7 @@ def prepare(
             source=prompt.source,
         ),
     )
+    target.read(session.needs.hidden_layers)
     pad = getattr(config, "_pad_token_tensor", None)
     ends = Ends(max_length, 0 if pad is None else int(pad), together=together and not rules.eos)
     recorder = Recorder(config, batch, prompt.source)

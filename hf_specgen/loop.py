@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -21,6 +21,7 @@ from hf_specgen.length import Controller, within
 from hf_specgen.ranks import Ranks
 from hf_specgen.rows import Rows
 from hf_specgen.sampling import Noise
+from hf_specgen.states import States
 from hf_specgen.stats import Stats, Step
 from hf_specgen.target import Pass, Target
 from hf_specgen.walk import Decision, Walk
@@ -44,6 +45,7 @@ class Call:
         chain: drafts may not branch.
         stats: takes every step.
         ranks: the processes to keep in step with.
+        states: of the target, on their way to the session.
     """
 
     target: Target
@@ -56,6 +58,7 @@ class Call:
     chain: bool
     stats: Stats
     ranks: Ranks
+    states: States = field(default_factory=States)
 
 
 @torch.no_grad()
@@ -81,6 +84,7 @@ def _rounds(call: Call) -> Iterator[Step]:
         verified = clock.now()
         decision = call.walk(passed, draft, rows)
         target.cache.commit(decision.paths)
+        call.states.take(passed, decision.paths, rows.prompt_lengths)
         step = Step(
             tokens=decision.tokens,
             drafted=decision.drafted,
@@ -141,7 +145,8 @@ def _asked(call: Call, last: Verified) -> Draft:
     if noise is not None and not call.coupled:
         noise = noise.stream("draft", rows.next_positions()[:, 0])
     cache = call.target.cache if call.session.needs.cache_view else None
-    draft = call.session.propose(Context(rows.ids, rows.positions(), noise, last, cache), limit)
+    context = Context(rows.ids, rows.positions(), noise, last, call.states.hand_over(), cache)
+    draft = call.session.propose(context, limit)
     alike = isinstance(draft, Draft) and draft.tokens.shape == draft.parents.shape and draft.tokens.dtype == torch.long
     if not alike or (draft.confidence is not None and draft.confidence.shape != draft.tokens.shape):
         raise ValueError(f"{type(call.session).__name__} proposed {draft!r}; see hf_specgen.Draft for what it must be")

@@ -51,11 +51,13 @@ class Pass:
     Attributes:
         logits: `(batch, width, vocab)`: one place for the root, then one a node. The prompt's pass has one.
         hidden_states: for each layer `(batch, width, hidden)`, where asked for; the prompt's pass has the whole prompt.
+        states: `(batch, width, size)` the layers that a session reads, one behind the other; likewise.
         is_prompt: the prompt's pass.
     """
 
     logits: Tensor
     hidden_states: tuple[Tensor, ...] | None = None
+    states: Tensor | None = None
     is_prompt: bool = False
 
 
@@ -114,6 +116,7 @@ class Target:
         self.model: Any = model  # transformers types a model's methods as tensors
         self.prompt = prompt
         self.hidden_states = hidden_states
+        self._layers: tuple[int, ...] = ()
         self._prefix = prompt.prefix
         self.cropped = why_cropped(model, prompt)
         self.slots = self.cropped is None
@@ -160,10 +163,26 @@ class Target:
         """What has been committed can be taken back; a recurrent state only goes back to a mark."""
         return not self._recurrent
 
+    def read(self, layers: Sequence[int]) -> None:
+        """Has all passes return `Pass.states` of these layers, see `Needs.hidden_layers`.
+
+        Raises:
+            ValueError: the model has no such layer.
+        """
+        count: int = self.model.config.get_text_config(decoder=True).num_hidden_layers
+        for layer in layers:
+            if not -count - 1 <= layer <= count:
+                raise ValueError(f"hidden_layers holds {layer}, and {type(self.model).__name__} has {count} layers")
+        self._layers = tuple(layer % (count + 1) for layer in layers)
+
+    def _output_hidden_states(self) -> bool | list[int]:
+        """What the model is asked for: all layers only if the user wants them, since a long prompt's take memory."""
+        return self.hidden_states or sorted(set(self._layers))
+
     def prefill(self) -> Pass:
         """The prompt's pass, as stock makes it, so that the first token and what is cached are stock's to the bit."""
         prompt, kwargs = self.prompt, dict(self.prompt.model_kwargs)
-        kwargs["output_hidden_states"] = self.hidden_states or kwargs.get("output_hidden_states")
+        kwargs["output_hidden_states"] = self._output_hidden_states() or kwargs.get("output_hidden_states")
         padding, batch = prompt.padding(), prompt.input_ids.shape[0]
         outputs = self.model._prefill(prompt.input_ids, prompt.generation_config, kwargs)
         if outputs.get("cache") is None:
@@ -196,11 +215,16 @@ class Target:
             self._start, self._longest = list(self.cache.lengths), int(positions[..., -1].max())
             self._columns, self._before_switch = prompt.columns, self._longest < self.switch.position
         self.prompt = Prompt(prompt.input_ids, prompt.generation_config, kept, prompt.prefix)
-        return Pass(outputs.logits[:, -1:], self._hidden_states(outputs), is_prompt=True)
+        return self._pass(outputs, outputs.logits[:, -1:], is_prompt=True)
 
-    def _hidden_states(self, outputs: Any) -> tuple[Tensor, ...] | None:
-        states: tuple[Tensor, ...] | None = outputs.get(self._prefix + "hidden_states") if self.hidden_states else None
-        return states
+    def _pass(self, outputs: Any, logits: Tensor, is_prompt: bool = False) -> Pass:
+        states: tuple[Tensor, ...] | None = outputs.get(self._prefix + "hidden_states")
+        read = None
+        if self._layers:
+            if not states:
+                raise ValueError(f"{type(self.model).__name__} returns no hidden states, which the drafter reads")
+            read = torch.cat([states[layer].to(logits.device) for layer in self._layers], dim=-1)
+        return Pass(logits, states if self.hidden_states else None, read, is_prompt)
 
     def _running_inputs(self, updated: Mapping[str, Any]) -> dict[str, Any]:
         """What later passes get beside ids, mask, positions and cache; token types shrink to how they continue."""
@@ -268,7 +292,7 @@ class Target:
         if "logits_to_keep" in inspect.signature(self.model.forward).parameters:
             kwargs["logits_to_keep"] = 1
         inputs = self.model.prepare_inputs_for_generation(ids, cache=None, **kwargs, **self._extras)
-        inputs["output_hidden_states"] = self.hidden_states
+        inputs["output_hidden_states"] = self._output_hidden_states() or False
         outputs = self.model(**inputs, return_dict=True)
         padding, batch = self.prompt.padding(), ids.shape[0]
         if self.slots and padding is not None:
@@ -280,9 +304,9 @@ class Target:
         else:
             self.cache = CropCache(outputs.cache, mask, batch)
         self._before_switch, self._rebuilt = False, True
-        states = self._hidden_states(outputs)
-        last = None if states is None else tuple(layer[:, -1:] for layer in states)
-        return Pass(outputs.logits[:, -1:], last)
+        passed = self._pass(outputs, outputs.logits[:, -1:])
+        last = None if passed.hidden_states is None else tuple(layer[:, -1:] for layer in passed.hidden_states)
+        return replace(passed, hidden_states=last, states=None if passed.states is None else passed.states[:, -1:])
 
     def _positions(self, draft: Draft, idle: Sequence[bool], at: int | None = None) -> Tensor:
         """Position ids of a pass: those of the roots, and by depth of the nodes."""
@@ -356,11 +380,11 @@ class Target:
             raise ValueError(f"{type(self.model).__name__} drops its cache in prepare_inputs_for_generation")
         if self.slots and self._offset is not None and inputs.get("position_ids") is None:
             raise ValueError(f"{type(self.model).__name__} drops its position ids in prepare_inputs_for_generation")
-        if self.hidden_states:
-            inputs["output_hidden_states"] = True
+        if self.hidden_states or self._layers:
+            inputs["output_hidden_states"] = self._output_hidden_states()
         with self._choosing(*ids.shape):
             outputs = self.model(**inputs, return_dict=True)
-        return Pass(outputs.logits, self._hidden_states(outputs))
+        return self._pass(outputs, outputs.logits)
 
     def _choosing(self, batch: int, width: int) -> AbstractContextManager[Any]:
         """Has an indexer choose for the tokens of a pass as in passes over one; see `indexer`."""

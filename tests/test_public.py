@@ -43,7 +43,8 @@ ARROWS: dict[str, set[str] | None] = {
     "acceptance": {"draft"},
     "length": {"acceptance", "costs", "draft", "stats"},
     "outputs": {"stats"},
-    "loop": {"clock", "draft", "walk", "rows", "sampling", "target", "length", "stats", "ranks"},
+    "states": {"target"},
+    "loop": {"clock", "draft", "walk", "rows", "sampling", "target", "length", "states", "stats", "ranks"},
     "drafters": {
         "prompt",
         "draft",

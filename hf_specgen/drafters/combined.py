@@ -85,7 +85,12 @@ class Sessions:
         if last is not None and needs.top_k < self.needs.top_k:
             top = [[best[: needs.top_k] for best in row] for row in last.top] if needs.top_k else []
             last = replace(last, top=top)
-        return replace(context, last=last, cache=context.cache if needs.cache_view else None)
+        return replace(
+            context,
+            last=last,
+            hidden=context.hidden if needs.hidden_layers else None,
+            cache=context.cache if needs.cache_view else None,
+        )
 
 
 def on_host(draft: Draft) -> list[list[Node]]:

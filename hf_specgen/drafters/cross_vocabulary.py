@@ -184,9 +184,9 @@ class CrossVocabularySession(DraftModelSession):
             if step:
                 logits = self._pass(tokens[-1][:, 0], nothing, [step >= deep for deep in depth])
                 self.runner.cache.commit([() if step < deep else None for deep in depth])
-            prefixes = [[row] for row in self._host(nothing.tokens, *self._chosen)] if self._reads_prefix else []
-            scores = self._scores(self._laid_out(logits), self._decided, prefixes)
-            noise = self._noise(context, step, 1)
+            prefixes = [[row] for row in self.scoring.host(nothing.tokens, *self._chosen)]
+            scores = self.scoring(self._laid_out(logits), self._decided.ids, prefixes)
+            noise = self.scoring.noise(context, step, 1)
             chosen = self.ranks.agree(scores.argmax(-1) if noise is None else noise.argmax(scores))
             q = scores.softmax(-1).nan_to_num(0)  # processors may leave nothing to draw from
             self._chosen.append(chosen)

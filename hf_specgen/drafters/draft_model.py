@@ -6,21 +6,19 @@ import copy
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_specgen.draft import Context, Draft, Limit, Needs, Request
+from hf_specgen.drafters.scoring import Scoring
 from hf_specgen.encoder import arguments_for, reads_source, why_not_for
 from hf_specgen.prompt import generative, input_device, prompt_of
 from hf_specgen.ranks import Ranks, is_fully_sharded, several
 from hf_specgen.target import Target, why_cropped
+from hf_specgen.trees import Growth
 from hf_specgen.vocabulary import compare, size
-
-if TYPE_CHECKING:
-    from hf_specgen.sampling import Noise
 
 logger = logging.getLogger(__name__)
 
@@ -104,8 +102,7 @@ class DraftModelSession:
         self.ranks = Ranks.of(model, self.device, synced_gpus=False)
         self.request = request
         self.vocabulary = vocabulary
-        self.processors = None if request.processors is None else request.processors.to(self.device)
-        self._reads_prefix = self.processors is not None and not self.processors.pure
+        self.scoring = Scoring(request, vocabulary, self.device, drafter.sample)
         self.runner: Target | None = None
         self.settled: list[int] = []
         self.ahead: list[list[int]] = []
@@ -207,9 +204,9 @@ class DraftModelSession:
                 logits = self._pass(tokens[-1][:, 0], nothing, [step >= deep for deep in depth])
                 # A row goes no further than was asked: its positions may end there.
                 self.runner.cache.commit([() if step < deep else None for deep in depth])
-            prefixes = [[row] for row in self._host(nothing.tokens, *tokens)] if self._reads_prefix else []
-            scores = self._scores(logits, context, prefixes)
-            noise = self._noise(context, step, 1)
+            prefixes = [[row] for row in self.scoring.host(nothing.tokens, *tokens)]
+            scores = self.scoring(logits, context.ids, prefixes)
+            noise = self.scoring.noise(context, step, 1)
             tokens.append(self.ranks.agree(scores.argmax(-1) if noise is None else noise.argmax(scores)))
             if self.request.wants_confidence:
                 seen.append(scores)
@@ -227,31 +224,21 @@ class DraftModelSession:
     def _tree(self, context: Context, limit: Limit, roots: Tensor, logits: Tensor) -> Draft:
         """A beam of `branches` nodes a level, by the sum of log q + G; each level feeds the tree so far."""
         assert self.runner is not None
-        batch, width = len(limit.depth), min(self.drafter.branches, limit.nodes)
+        width = min(self.drafter.branches, limit.nodes)
         # The last decided token becomes the root of every pass below.
         self.settled = [settled - (deep > 0) for settled, deep in zip(self.settled, limit.depth, strict=True)]
         lengths = self.runner.cache.lengths
         lengths[:] = [length - (deep > 0) for length, deep in zip(lengths, limit.depth, strict=True)]
-        tokens = parents = torch.empty((batch, 0), dtype=torch.long, device=self.device)
-        frontier = parents.new_zeros((batch, 1))
-        sums = torch.zeros((batch, 1), device=self.device, dtype=torch.float32)
-        sure = sums[:, :0]
+        growth, last = Growth(limit.depth, width, self.device, self.ranks.agree), 1
         for step in range(min(max(limit.depth), limit.nodes // width)):
             if step:
-                passed = self._pass(roots, Draft(tokens, parents), [not deep for deep in limit.depth])
-                logits = passed.take_along_dim(frontier.unsqueeze(-1), dim=1)
-            scores = self._scores(logits, context, self._paths(tokens, parents, frontier))
-            noise = self._noise(context, step, frontier.shape[1])
-            ranked = (scores if noise is None else noise.perturb(scores).float()).log_softmax(-1)
-            best = ranked.topk(min(width, ranked.shape[-1]))  # (batch, frontier, width)
-            sums, place = (sums.unsqueeze(-1) + best.values).flatten(1).topk(best.indices.shape[-1])
-            inside = torch.tensor([step < deep for deep in limit.depth], device=tokens.device).unsqueeze(1)
-            above = frontier.gather(1, place // best.indices.shape[-1]).where(inside, -1)
-            frontier = tokens.shape[1] + 1 + torch.arange(place.shape[1], device=tokens.device).expand(batch, -1)
-            tokens = torch.cat([tokens, self.ranks.agree(best.indices.flatten(1).gather(1, place))], dim=1)
-            parents = torch.cat([parents, self.ranks.agree(above)], dim=1)
-            sure = torch.cat([sure, best.values.flatten(1).gather(1, place).exp()], dim=1)
-        return Draft(tokens, parents, confidence=sure)
+                beam = Draft(growth.beam.tokens, growth.beam.parents)
+                logits = self._pass(roots, beam, [not deep for deep in limit.depth])[:, -last:]
+            scores = self.scoring(logits, context.ids, self.scoring.paths(growth.beam, last))
+            noise = self.scoring.noise(context, step, last)
+            ranked = scores if noise is None else noise.perturb(scores).float()
+            last = growth.add(ranked.log_softmax(-1)).shape[1]
+        return Draft(growth.beam.tokens, growth.beam.parents, confidence=growth.beam.chances)
 
     def _pass(self, roots: Tensor, draft: Draft, idle: Sequence[bool] = ()) -> Tensor:
         """A pass. Ids that a smaller table does not hold are fed as 0: worse guesses, and no error."""
@@ -260,59 +247,6 @@ class DraftModelSession:
             roots = roots.where(roots < self._known, 0)
             draft = replace(draft, tokens=draft.tokens.where(draft.tokens < self._known, 0))
         return self.runner.verify(roots, draft, idle).logits
-
-    def _noise(self, context: Context, step: int, nodes: int) -> Noise | None:
-        """The noise of the tokens `step` places after the next one; None where drafts are the most likely tokens."""
-        if context.noise is None or not self.drafter.sample:
-            return None
-        positions = torch.tensor(context.positions, device=self.device).unsqueeze(1)
-        return context.noise.to(self.device).at((positions + step).expand(-1, nodes), positions[:, 0])
-
-    def _scores(self, logits: Tensor, context: Context, paths: list[list[list[int]]]) -> Tensor:
-        """`(batch, nodes, vocab)` float32 over the target's vocabulary, after the processors a drafter may run.
-
-        Args:
-            logits: `(batch, nodes, vocab)` of the drafter, whose table may be padded to another size.
-            context: for the ids before the draft.
-            paths: for each row and node the drafted ids up to it; only read where processors look at the prefix.
-        """
-        logits = logits.float()
-        if logits.shape[-1] != self.vocabulary:
-            missing = self.vocabulary - logits.shape[-1]  # negative: the drafter's table is the longer one
-            logits = torch.nn.functional.pad(logits, (0, missing), value=-torch.inf)
-        processors = self.processors
-        if processors is None or processors.empty:
-            return logits
-        logits = logits.clone()  # processors may write into it
-        if processors.pure:
-            return processors.warp(logits)
-        for row, ids in enumerate(context.ids):
-            apart = processors.row(row)
-            for node in range(logits.shape[1]):
-                prefix = torch.tensor([[*ids, *paths[row][node]]], device=logits.device)
-                logits[row, node] = apart(prefix, logits[row, node : node + 1])[0]
-        return logits
-
-    def _host(self, *columns: Tensor) -> list[list[int]]:
-        """The drafted ids on the host, where a processor looks at them; elsewhere nothing is read from the device."""
-        if not self._reads_prefix:
-            return [[]] * columns[0].shape[0]
-        rows: list[list[int]] = torch.cat(columns, dim=1).tolist()
-        return rows
-
-    def _paths(self, tokens: Tensor, parents: Tensor, frontier: Tensor) -> list[list[list[int]]]:
-        """For each row and frontier node the drafted ids up to it."""
-        drafted, above = self._host(tokens), self._host(parents)
-        paths: list[list[list[int]]] = []
-        for row, nodes in enumerate(self._host(frontier)):
-            paths.append([])
-            for node in nodes:
-                path: list[int] = []
-                while node > 0:
-                    path.insert(0, drafted[row][node - 1])
-                    node = above[row][node - 1]
-                paths[-1].append(path)
-        return paths
 
 
 def _common(first: Sequence[int], second: Sequence[int]) -> int:

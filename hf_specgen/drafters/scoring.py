@@ -1,0 +1,97 @@
+"""From a drafter's logits to the scores and the noise its tokens are chosen by, as the target would choose them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from hf_specgen.draft import Context, Request
+    from hf_specgen.sampling import Noise
+    from hf_specgen.trees import Nodes
+
+
+class Scoring:
+    """How a drafter that has logits chooses in one call.
+
+    Args:
+        request: of the call.
+        vocabulary: the target's size.
+        device: where the drafter's logits are.
+        sample: draw where the target samples, or always take the most likely token.
+
+    Attributes:
+        reads_prefix: some processor looks at the drafted ids, so that these are needed on the host.
+    """
+
+    def __init__(self, request: Request, vocabulary: int, device: torch.device, sample: bool = True) -> None:
+        self.processors = None if request.processors is None else request.processors.to(device)
+        self.vocabulary = vocabulary
+        self.device = device
+        self.sample = sample
+        self.reads_prefix = self.processors is not None and not self.processors.pure
+
+    def __call__(self, logits: Tensor, ids: Sequence[Sequence[int]], paths: Sequence[list[list[int]]]) -> Tensor:
+        """`(batch, nodes, vocab)` float32 over the target's vocabulary, after the processors a drafter may run.
+
+        Args:
+            logits: `(batch, nodes, vocab)` of the drafter, whose table may be padded to another size.
+            ids: for each row what was decided before the draft.
+            paths: for each row and node the drafted ids up to it; only read where processors look at the prefix.
+        """
+        logits = logits.float()
+        if logits.shape[-1] != self.vocabulary:
+            missing = self.vocabulary - logits.shape[-1]  # negative: the drafter's table is the longer one
+            logits = torch.nn.functional.pad(logits, (0, missing), value=-torch.inf)
+        processors = self.processors
+        if processors is None or processors.empty:
+            return logits
+        logits = logits.clone()  # processors may write into it
+        if processors.pure:
+            return processors.warp(logits)
+        for row, decided in enumerate(ids):
+            apart = processors.row(row)
+            for node in range(logits.shape[1]):
+                prefix = torch.tensor([[*decided, *paths[row][node]]], device=logits.device)
+                logits[row, node] = apart(prefix, logits[row, node : node + 1])[0]
+        return logits
+
+    def noise(self, context: Context, step: int, nodes: int) -> Noise | None:
+        """The noise of the tokens `step` places after the next one; None where drafts are the most likely tokens.
+
+        Args:
+            context: of the round.
+            step: 0 for the token below the root.
+            nodes: tokens a row to be chosen there.
+        """
+        if context.noise is None or not self.sample:
+            return None
+        positions = torch.tensor(context.positions, device=self.device).unsqueeze(1)
+        return context.noise.to(self.device).at((positions + step).expand(-1, nodes), positions[:, 0])
+
+    def host(self, *columns: Tensor) -> list[list[int]]:
+        """Drafted ids on the host, where a processor looks at them; elsewhere nothing is read from the device."""
+        if not self.reads_prefix:
+            return [[]] * columns[0].shape[0]
+        rows: list[list[int]] = torch.cat(columns, dim=1).tolist()
+        return rows
+
+    def paths(self, beam: Nodes, count: int) -> list[list[list[int]]]:
+        """For each row and each of the last `count` nodes the drafted ids up to it; without nodes those of the root.
+
+        Args:
+            beam: a tree.
+            count: nodes of its last level.
+        """
+        if not self.reads_prefix or not beam.tokens.shape[1]:
+            return [[[]]] * beam.tokens.shape[0]
+        paths: list[list[list[int]]] = []
+        for tokens, parents in zip(beam.tokens.tolist(), beam.parents.tolist(), strict=True):
+            along: list[list[int]] = [[]]
+            for token, parent in zip(tokens, parents, strict=True):
+                along.append([*along[max(parent, 0)], token])
+            paths.append(along[-count:])
+        return paths
