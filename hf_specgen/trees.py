@@ -82,7 +82,8 @@ class Growth:
 
     Args:
         depth: for each row how deep it may grow; 0 for none at all.
-        branches: children a node proposes, and nodes a beam.
+        branches: children a node proposes.
+        width: nodes a beam.
         device: where the chances will be.
         agree: of ranks, whose chances may differ in the last bit, makes one choice.
     """
@@ -91,10 +92,12 @@ class Growth:
         self,
         depth: Sequence[int],
         branches: int,
+        width: int,
         device: torch.device | str,
         agree: Callable[[Tensor], Tensor] = lambda choice: choice,
     ) -> None:
         self.branches = branches
+        self.width = width
         self._agree = agree
         self._level = 0
         self._deepest = torch.tensor(depth, device=device).unsqueeze(1)
@@ -122,7 +125,7 @@ class Growth:
         width = best.indices.shape[-1]
         batch, proposed = log_chances.shape[0], self._tokens.shape[1]
         # Rounding may leave a logarithm just above 0, and a node is never likelier than its parent.
-        logs = best.values.flatten(1).nan_to_num(nan=-torch.inf).clamp(max=0.0)
+        logs = best.values.flatten(1).nan_to_num(nan=-torch.inf, neginf=-torch.inf).clamp(max=0.0)
         logs = logs.where(self._level <= self._deepest, -torch.inf)
         above = torch.arange(log_chances.shape[1], device=logs.device).repeat_interleave(width).expand(batch, -1)
         tokens, sums = self._agree(best.indices.flatten(1)), self._sum.gather(1, above) + logs
@@ -130,7 +133,7 @@ class Growth:
         self._parents = torch.cat([self._parents, self._place.gather(1, above)], dim=1)
         self._logs = torch.cat([self._logs, logs], dim=1)
         self._sums = torch.cat([self._sums, sums], dim=1)
-        chosen = self._agree(sums.topk(min(self.branches, sums.shape[1])).indices)
+        chosen = self._agree(sums.topk(min(self.width, sums.shape[1])).indices)
         self._sum = sums.gather(1, chosen)
         parents = self._beam_place.gather(1, above.gather(1, chosen)).where(self._sum > -torch.inf, -1)
         beam = self.beam

@@ -370,3 +370,38 @@ def test_sliding_layers_hold_no_more_than_can_still_be_seen(shape: str, prompt: 
     script = tiny.Scripted(run(tiny.mistral(), prompt, max_new_tokens=230), shape)
     assert run(sg.enable(model), prompt, assistant=script, max_new_tokens=220) == wanted
     assert max(held) <= 2 * SMALLEST_CAPACITY
+
+
+# ------------------------------------------------------------------------------------- level by level, each node once
+
+
+@ATTENTION
+@pytest.mark.parametrize(
+    "rows", [((7, 3),), ((7, 3), (20, 4), (2, 5)), ((7, 3), (7, 4))], ids=["one", "ragged", "level"]
+)
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_a_tree_fed_level_by_level_is_the_tree_fed_at_once(kind, rows, attention):
+    prompt = Prompt.random(*rows)
+    model = tiny.llama(attention) if kind == "llama" else tiny.mistral(attention)
+    torch.manual_seed(0)
+    parents = torch.tensor([[0, 0, 0, 2, 1, 2, 4, 5, 4]] * prompt.batch)
+    tree = Draft(torch.randint(1, tiny.VOCAB, parents.shape), parents)
+    roots = torch.tensor([row[-1] for row in prompt.rows])
+    target, cache = started(model, prompt.rows)
+    cache.lengths[:] = [length - 1 for length in cache.lengths]  # the last token is fed again, as the root
+    at_once = verify(target, roots.tolist(), tree)
+    target, cache = started(model, prompt.rows)
+    cache.lengths[:] = [length - 1 for length in cache.lengths]
+    ids = torch.cat([roots.unsqueeze(1), tree.tokens], dim=1)
+    levels = []
+    for start, end in ((0, 1), (1, 4), (4, 7), (7, 10)):
+        part = Draft(tree.tokens[:, : end - 1], tree.parents[:, : end - 1])
+        cache.begin(end - start, behind=start)
+        mask = cache.mask(part, model.dtype)
+        lengths = torch.tensor(cache.lengths).unsqueeze(1)
+        positions = (lengths + part.tree.depth)[:, start:end]
+        with torch.no_grad():
+            levels.append(
+                model(ids[:, start:end], attention_mask=mask, position_ids=positions, cache=cache.model_cache).logits
+            )
+    torch.testing.assert_close(torch.cat(levels, dim=1), at_once, rtol=0, atol=1e-9 if attention == "sdpa" else 1e-4)

@@ -229,7 +229,7 @@ class DraftModelSession:
         self.settled = [settled - (deep > 0) for settled, deep in zip(self.settled, limit.depth, strict=True)]
         lengths = self.runner.cache.lengths
         lengths[:] = [length - (deep > 0) for length, deep in zip(lengths, limit.depth, strict=True)]
-        growth, last = Growth(limit.depth, width, self.device, self.ranks.agree), 1
+        growth, last = Growth(limit.depth, width, width, self.device, self.ranks.agree), 1
         for step in range(min(max(limit.depth), limit.nodes // width)):
             if step:
                 beam = Draft(growth.beam.tokens, growth.beam.parents)
