@@ -157,7 +157,7 @@ class AutoController:
         self._guesses: list[Guess] = []
         self._promised: list[float] = []
         self._watched: list[list[Watched]] = [[] for _ in range(situation.batch)]
-        self._bushiness = 1.0  # nodes a level of the last draft
+        self._bushiness = 1.0  # nodes a level, of those of the last draft that were best to be checked
         self._rested, self._patience = 0, PATIENCE
 
     def depth(self) -> int:
@@ -205,8 +205,7 @@ class AutoController:
         What lies on an accelerator is not read back, and so not pruned. Neither is what was drawn from probabilities:
         an accept rule that reads them is exact only if nothing is taken back for what it is.
         """
-        if draft.nodes and self._asked:
-            self._bushiness = max(1.0, draft.nodes / self._asked)
+        self._bushiness = max(1.0, draft.nodes / self._asked) if draft.nodes and self._asked else self._bushiness
         drawn, unread = draft.probs is not None, draft.tokens.device.type != "cpu"
         if drawn or unread or draft.confidence is None or not draft.nodes:
             return draft
@@ -224,6 +223,7 @@ class AutoController:
         width = max(widths, key=lambda width: rate(width, 1.0))
         trust = self.trust(sum(promised(width)) / self._live)
         width = max(widths, key=lambda width: rate(width, trust))
+        self._bushiness = max(1.0, width / self._asked) if self._asked else self._bushiness
         self._promised = promised(width)
         kept = [
             guess.part([place for _, place in row[:width]]) for guess, row in zip(self._guesses, ranked, strict=True)

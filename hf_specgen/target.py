@@ -169,15 +169,19 @@ class Target:
         Raises:
             ValueError: the model has no such layer.
         """
-        count: int = self.model.config.get_text_config(decoder=True).num_hidden_layers
+        config = self.model.config.get_text_config(decoder=True)
+        counts = ("num_decoder_layers", "decoder_layers") if self._prefix else ()
+        count: int = next((getattr(config, name) for name in counts if hasattr(config, name)), config.num_hidden_layers)
         for layer in layers:
             if not -count - 1 <= layer <= count:
                 raise ValueError(f"hidden_layers holds {layer}, and {type(self.model).__name__} has {count} layers")
-        self._layers = tuple(layer % (count + 1) for layer in layers)
+        self._layers = tuple(layers)
 
     def _output_hidden_states(self) -> bool | list[int]:
         """What the model is asked for: all layers only if the user wants them, since a long prompt's take memory."""
-        return self.hidden_states or sorted(set(self._layers))
+        if self.hidden_states or (self._layers and self._prefix):  # an encoder's layers are counted otherwise
+            return True
+        return sorted(set(self._layers))
 
     def prefill(self) -> Pass:
         """The prompt's pass, as stock makes it, so that the first token and what is cached are stock's to the bit."""
@@ -219,12 +223,20 @@ class Target:
 
     def _pass(self, outputs: Any, logits: Tensor, is_prompt: bool = False) -> Pass:
         states: tuple[Tensor, ...] | None = outputs.get(self._prefix + "hidden_states")
-        read = None
-        if self._layers:
-            if not states:
-                raise ValueError(f"{type(self.model).__name__} returns no hidden states, which the drafter reads")
-            read = torch.cat([states[layer].to(logits.device) for layer in self._layers], dim=-1)
+        read = self._read(states, logits) if self._layers else None
         return Pass(logits, states if self.hidden_states else None, read, is_prompt)
+
+    def _read(self, states: tuple[Tensor | None, ...] | None, logits: Tensor) -> Tensor:
+        """The layers that a session reads, side by side."""
+        known = len(states or ())
+        found = [states[layer] for layer in self._layers if states and -known <= layer < known]
+        read = [layer.to(logits.device) for layer in found if layer is not None and layer.ndim == 3]
+        if len(read) < len(self._layers):
+            raise ValueError(
+                f"{type(self.model).__name__} does not return the hidden states {self._layers} that the drafter reads, "
+                "one vector a token"
+            )
+        return torch.cat(read, dim=-1)
 
     def _running_inputs(self, updated: Mapping[str, Any]) -> dict[str, Any]:
         """What later passes get beside ids, mask, positions and cache; token types shrink to how they continue."""

@@ -367,6 +367,22 @@ def test_a_bushy_draft_of_a_dear_drafter_costs_its_nodes():
     assert depths[0] > depths[1]
 
 
+def test_of_a_bushy_draft_only_what_is_checked_counts_against_its_depth():
+    costs = Costs()
+    costs.passes(1, Platform()).mean[:] = [0.0, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.9, *[2.0] * 5]
+    costs.drafts("", 1, Platform()).mean[:] = [-2.0] * len(LADDER)
+    costs.frozen = True
+    controller = sg.Auto(costs=costs, most=8).start(Situation(batch=1))
+    controller.update(Step([[1]], [0], [0]))
+    asked = controller.depth()
+    # A sure path, and beside each of its nodes three that are hardly ever right.
+    nodes = [(place, place - place % 4, 0.9 if place % 4 == 0 else 0.01) for place in range(4 * asked)]
+    path = [0] + [1 + 4 * level for level in range(asked)]
+    draft = Draft.of_nodes([[(token, path[place // 4], chance) for place, (token, _, chance) in enumerate(nodes)]])
+    assert controller.choose(draft).nodes < draft.nodes
+    assert controller.depth() == asked
+
+
 def test_calls_of_one_model_share_what_they_learn():
     costs = Costs()
     world = WORLDS["a draft model that does not"]

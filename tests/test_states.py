@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import families
 import pytest
 import tiny
 import torch
+from families import FAMILIES, NAMED, NotBuiltError
 from tiny import ONE, RAGGED, Prompt, Scripted, run
 from torch import Tensor
 
@@ -65,6 +67,7 @@ def check(model: Any, reader: Reader, lost: int = 0) -> None:
 @pytest.mark.parametrize("rows", [ONE, RAGGED], ids=["one", "ragged"])
 @pytest.mark.parametrize("cache", ["slot", "dynamic"])
 def test_a_session_is_shown_every_state_once_and_in_order(model, layers, shape, rows, cache):
+    """Report 107: layer i is what transformers itself calls hidden_states[i]."""
     sg.enable(model)
     texts = tiny.truth_of(model, rows, "greedy", NEW + 16)
     reader = Reader(Scripted(texts, shape), layers)
@@ -145,3 +148,33 @@ def test_a_layer_that_is_not_there_is_refused_before_any_pass(model, layer, monk
     monkeypatch.setattr(type(model), "forward", lambda *a, **k: pytest.fail("a pass was made"))
     with pytest.raises(ValueError, match=f"{layer}.* has 2 layers"):
         run(model, ONE, assistant=Reader(sg.PromptLookup(), (layer,)), max_new_tokens=4)
+
+
+# Their inner layers keep several vectors a token.
+SEVERAL = {"gemma3n_text", "hy_v4"}
+
+
+# Whisper writes through a `generate` of its own, which returns none.
+SHOWN = [pytest.param(name, marks=[] if name in NAMED else pytest.mark.slow) for name in FAMILIES if name != "whisper"]
+
+
+@pytest.mark.parametrize("name", SHOWN)
+def test_every_family_shows_the_states_that_stock_returns(name):
+    try:
+        model = sg.enable(families.build(name))
+    except NotBuiltError as reason:
+        pytest.skip(str(reason))
+    inputs, layers = families.inputs(name, Prompt.random((14, 9))), (-1, 1, 0)
+    reader, kwargs = Reader(sg.SuffixLookup(), layers), {"max_new_tokens": 12, "do_sample": False}
+    if not sg.check(model, sg.Plain(), **kwargs).ok:
+        return  # test_families.py counts those that are refused
+    if name in SEVERAL:
+        with pytest.raises(ValueError, match="one vector a token"):
+            model.generate(**inputs, assistant=reader, **kwargs)
+        return
+    model.generate(**inputs, assistant=reader, **kwargs)
+    stock = model.generate(**inputs, output_hidden_states=True, return_dict_in_generate=True, **kwargs)
+    hidden = stock.decoder_hidden_states if model.config.is_encoder_decoder else stock.hidden_states
+    passes = [torch.cat([step[layer][0] for layer in layers], dim=-1) for step in hidden]
+    shown = reader.seen[0]
+    torch.testing.assert_close(shown, torch.cat(passes)[: len(shown)], rtol=1e-3, atol=1e-3 * shown.std().item())
