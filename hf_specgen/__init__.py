@@ -5,10 +5,13 @@ from hf_specgen.costs import Costs, Platform
 from hf_specgen.draft import Context, Draft, Drafter, DraftSession, Limit, Needs, Request, Verified
 from hf_specgen.drafters.cross_vocabulary import CrossVocabulary
 from hf_specgen.drafters.draft_model import DraftModel
+from hf_specgen.drafters.eagle import Eagle
 from hf_specgen.drafters.first_of import FirstOf
 from hf_specgen.drafters.layer_skip import LayerSkip
 from hf_specgen.drafters.layer_view import SkipSet
 from hf_specgen.drafters.lookahead import Lookahead
+from hf_specgen.drafters.medusa import Medusa
+from hf_specgen.drafters.medusa_choices import choices_from, measure_accuracies
 from hf_specgen.drafters.merge import Merge
 from hf_specgen.drafters.plain import Plain
 from hf_specgen.drafters.prompt_lookup import LookupStore, PromptLookup
@@ -18,7 +21,9 @@ from hf_specgen.drafters.suffix_store import SuffixStore
 from hf_specgen.drafters.token_recycling import CandidateMatrix, TokenRecycling
 from hf_specgen.explain import Difference, Explanation, explain_difference
 from hf_specgen.generation import SpecGenMixin, disable, enable, speculate, stream
+from hf_specgen.heads.medusa import MedusaConfig, MedusaHeads
 from hf_specgen.length import Auto, Controller, Fixed, Length, Situation
+from hf_specgen.loading import load_assistant
 from hf_specgen.outputs import SpeculativeOutput
 from hf_specgen.probe import Probe
 from hf_specgen.stats import Stats, Step
@@ -37,6 +42,7 @@ __all__ = [
     "DraftModel",
     "DraftSession",
     "Drafter",
+    "Eagle",
     "Explanation",
     "FirstOf",
     "Fixed",
@@ -46,6 +52,9 @@ __all__ = [
     "Lookahead",
     "LookupStore",
     "Matching",
+    "Medusa",
+    "MedusaConfig",
+    "MedusaHeads",
     "Merge",
     "Needs",
     "Plain",
@@ -67,9 +76,12 @@ __all__ = [
     "Verified",
     "Verifier",
     "check",
+    "choices_from",
     "disable",
     "enable",
     "explain_difference",
+    "load_assistant",
+    "measure_accuracies",
     "search_skip_set",
     "speculate",
     "stream",

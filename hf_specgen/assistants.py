@@ -2,32 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from os import PathLike
 from typing import Any
-from weakref import WeakKeyDictionary
 
-import torch
 from torch.nn import Module
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from hf_specgen.draft import Drafter
-from hf_specgen.drafters.draft_model import DraftModel
 from hf_specgen.drafters.merge import Merge
-from hf_specgen.drafters.prompt_lookup import PromptLookup
 from hf_specgen.drafters.suffix_lookup import SuffixLookup
 from hf_specgen.drafters.token_recycling import TokenRecycling
-from hf_specgen.prompt import input_device
+from hf_specgen.loading import Source, drafter_of, load_once
+from hf_specgen.vllm_config import LOOKUPS, METHODS, read_config
 
 ACCEPTED = (
-    "a drafter such as hf_specgen.PromptLookup() or hf_specgen.Plain(), a causal LM that drafts, "
-    "a dict with the fields of vLLM's speculative_config such as "
+    "a drafter such as hf_specgen.PromptLookup() or hf_specgen.Plain(), a causal LM that drafts, the path or hub id of "
+    "a trained drafter (Medusa, EAGLE) or a causal LM, a dict with the fields of vLLM's speculative_config such as "
     '{"method": "ngram", "num_speculative_tokens": 5}, or "auto"'
 )
-
-# Drafters loaded from a path, once for each live target and path.
-_loaded: WeakKeyDictionary[PreTrainedModel, dict[str, PreTrainedModel]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -38,10 +32,12 @@ class Assistant:
         drafter: proposes.
         tokens: what the assistant itself says of the draft length, if anything; the call's `num_assistant_tokens` goes
             before it.
+        origin: what it was recognised as, in words, where it was loaded for this call or an earlier one.
     """
 
     drafter: Drafter
     tokens: int | None
+    origin: str | None = None
 
 
 def named(drafter: Any) -> str:
@@ -63,14 +59,20 @@ def resolve(assistant: Any, target: PreTrainedModel) -> Assistant:
         target: the model to be assisted.
 
     Raises:
-        ValueError: it is none of what is accepted, or a config names a method or field that does not exist.
+        ValueError: it is none of what is accepted, a config names a method or field that does not exist, or what is to
+            be loaded cannot be, or was trained for another model.
     """
-    if isinstance(assistant, torch.nn.Module) and not callable(getattr(assistant, "start", None)):
-        assistant = DraftModel(assistant)
+    if isinstance(assistant, Module) and not callable(getattr(assistant, "start", None)):
+        assistant = drafter_of(assistant).drafter
     if isinstance(assistant, str) and assistant == "auto":
         return Assistant(Merge(SuffixLookup(), TokenRecycling()), None)
     if isinstance(assistant, Mapping):
-        return _from_config(dict(assistant), target)
+        drafter, tokens, origin = read_config(assistant, target)
+        return Assistant(drafter, drafter.num_assistant_tokens if tokens is None else tokens, origin)
+    if isinstance(assistant, str | PathLike):
+        _refuse_word(str(assistant))
+        loaded = load_once(Source.of(assistant), target)
+        return Assistant(loaded.drafter, loaded.drafter.num_assistant_tokens, loaded.origin)
     if isinstance(assistant, type) or not callable(getattr(assistant, "start", None)):
         raise ValueError(f"assistant={assistant!r} is not {ACCEPTED}")
     if not hasattr(assistant, "num_assistant_tokens"):
@@ -79,54 +81,15 @@ def resolve(assistant: Any, target: PreTrainedModel) -> Assistant:
     return Assistant(assistant, assistant.num_assistant_tokens)
 
 
-def _from_config(config: dict[str, Any], target: PreTrainedModel) -> Assistant:
-    """Reads vLLM's field names."""
-    method = config.pop("method", None)
-    if not isinstance(method, str) or method not in _METHODS:
-        raise ValueError(f"method={method!r} is not one of {', '.join(map(repr, _METHODS))}")
-    tokens: int | None = config.pop("num_speculative_tokens", None)
-    drafter = _METHODS[method](config, target)
-    if config:
-        raise ValueError(f"method={method!r} takes no {', '.join(map(repr, config))}")
-    return Assistant(drafter, drafter.num_assistant_tokens if tokens is None else tokens)
-
-
-def _ngram(config: dict[str, Any], target: PreTrainedModel) -> Drafter:
-    # vLLM's defaults: where one bound is missing it equals the other.
-    longest = config.pop("prompt_lookup_max", None)
-    shortest = config.pop("prompt_lookup_min", longest)
-    longest = shortest if longest is None else longest
-    return PromptLookup() if longest is None else PromptLookup(min_ngram=shortest, max_ngram=longest)
-
-
-def _suffix(config: dict[str, Any], target: PreTrainedModel) -> Drafter:
-    if config.pop("suffix_decoding_max_cached_requests", 0):
+def _refuse_word(word: str) -> None:
+    """Raises ValueError for the name of a method where a path is meant."""
+    if word == "plain":
+        raise ValueError("assistant='plain' is no path or hub id: pass assistant=hf_specgen.Plain()")
+    if word in METHODS:
+        more = "" if word in LOOKUPS else ', "model": path_or_id'
         raise ValueError(
-            "'suffix_decoding_max_cached_requests' keeps users' texts between calls: pass a store of your own instead, "
-            "assistant=hf_specgen.SuffixLookup(store=hf_specgen.SuffixStore())"
+            f'assistant={word!r} is a method, not a path or hub id: pass assistant={{"method": "{word}"{more}}} '
+            f"(a folder of that name: './{word}')"
         )
-    names = {f"suffix_decoding_{name}": name for name in ("max_spec_factor", "min_token_prob")}
-    settings = {names[name]: config.pop(name) for name in names.keys() & config.keys()}
-    return SuffixLookup(**settings, num_assistant_tokens=config.pop("suffix_decoding_max_tree_depth", None))
-
-
-def _draft_model(config: dict[str, Any], target: PreTrainedModel) -> Drafter:
-    model = config.pop("model", None)
-    if model is None:
-        raise ValueError("method='draft_model' needs 'model': a path, a hub id or a loaded causal LM")
-    if not isinstance(model, str | PathLike | torch.nn.Module):
-        raise ValueError(f"'model' is {model!r}; it must be a path, a hub id or a loaded causal LM")
-    if not isinstance(model, torch.nn.Module):
-        known, path = _loaded.setdefault(target, {}), str(model)
-        if path not in known:
-            loaded: Any = AutoModelForCausalLM.from_pretrained(path, dtype=target.dtype)
-            known[path] = loaded.to(input_device(target)).eval()
-        model = known[path]
-    return DraftModel(model)
-
-
-_METHODS: dict[str, Callable[[dict[str, Any], PreTrainedModel], Drafter]] = {
-    "ngram": _ngram,
-    "suffix": _suffix,
-    "draft_model": _draft_model,
-}
+    if not word.strip():
+        raise ValueError(f"assistant={word!r} is not {ACCEPTED}")

@@ -12,6 +12,7 @@ import textwrap
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from os import PathLike
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from transformers import PreTrainedModel
 from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL
 
 from hf_specgen import attention
+from hf_specgen.assistants import resolve
 from hf_specgen.drafters.plain import Plain
 from hf_specgen.generation import Prepared, rehearse
 from hf_specgen.length import Fixed
@@ -41,6 +43,8 @@ class Report:
         model: its class, model type, number format and device.
         assistant: what drafts.
         ok: the call is served; with `probe=True` also that the probe found nothing.
+        recognised: what an assistant that is loaded from a path or hub id was recognised as, its size, and what it says
+            it was trained for; None where nothing is loaded.
         refusal: what `generate` would raise, and what to do instead; None if it would run.
         at_fault: what has to change for the call to be served: "assistant", "arguments" or "model"; None if it would.
         cache: "SlotCache", or "CropCache" with why it is that one; None, as all below, where the target is refused.
@@ -57,6 +61,7 @@ class Report:
 
     model: str
     assistant: str
+    recognised: str | None = None
     ok: bool = True
     refusal: str | None = None
     at_fault: str | None = None
@@ -74,6 +79,7 @@ class Report:
     def table(self) -> list[tuple[str, str]]:
         """Names and values, what is not known left out."""
         lines = [("model", self.model), ("assistant", self.assistant)]
+        lines += [("recognised as", self.recognised)] if self.recognised else []
         if self.refusal is None:
             lines.append(("verdict", "served"))
         else:
@@ -143,6 +149,7 @@ def check(
     report = Report(
         model=_named(model), assistant="none: the target alone" if assistant is None else _called(assistant)
     )
+    report = replace(report, recognised=_recognised(model, assistant))
     prepared, refusal = _attempt(model, batch, asked)
     if prepared is not None:
         report = _told(report, model, prepared)
@@ -161,6 +168,16 @@ def check(
         found = _probed(model, kwargs)
         report = replace(report, probe=found, ok=report.ok and found.ok)
     return report
+
+
+def _recognised(model: torch.nn.Module, assistant: Any) -> str | None:
+    """What is to be loaded turns out to be; a refusal is told by the attempt that follows."""
+    if not isinstance(assistant, str | PathLike | Mapping):
+        return None
+    try:
+        return resolve(assistant, generative(model)).origin
+    except REFUSALS:
+        return None
 
 
 def _refuse_question(batch: int | None, ids: Any) -> None:
@@ -273,8 +290,8 @@ def _called(assistant: Any) -> str:
     """A short name: a drafter's repr may hold a whole model."""
     if isinstance(assistant, torch.nn.Module):
         return _named(assistant)
-    if isinstance(assistant, str | Mapping):
+    if isinstance(assistant, str | PathLike | Mapping):
         return repr(assistant)
-    drafts = getattr(assistant, "model", None)
-    around = f" of {_named(drafts)}" if isinstance(drafts, torch.nn.Module) else ""
+    parts = (getattr(assistant, name, None) for name in ("model", "heads", "head"))
+    around = next((f" of {_named(part)}" for part in parts if isinstance(part, torch.nn.Module)), "")
     return f"{type(assistant).__name__}{around}" if not isinstance(assistant, type) else repr(assistant)

@@ -62,13 +62,11 @@ def pieces(steps: Iterable[sg.Step], tokenizer: PreTrainedTokenizerBase) -> Iter
                 yield piece, place < step.accepted[0]
 
 
-ASSISTANTS = '"auto", "ngram", "plain", a model, or a config in JSON.'
+ASSISTANTS = '"auto", "ngram", "plain", the path or hub id of a trained drafter or a model, or a config in JSON.'
 
 
 def parse_assistant(assistant: str) -> Any:
-    """What `--assistant` names: "auto", "ngram", "plain", a dict in JSON, or else the path or hub id of a causal LM."""
-    if assistant == "auto":
-        return assistant
+    """What `--assistant` names: "ngram", "plain", a dict in JSON, or what `assistant=` takes as a string."""
     if assistant == "ngram":
         return sg.PromptLookup()
     if assistant == "plain":
@@ -78,7 +76,7 @@ def parse_assistant(assistant: str) -> Any:
             return json.loads(assistant)
         except json.JSONDecodeError as error:
             raise typer.BadParameter(f"--assistant {assistant!r} is not JSON: {error}") from error
-    return {"method": "draft_model", "model": assistant}
+    return assistant
 
 
 @app.command()
@@ -134,6 +132,7 @@ def check(
         kind = getattr(transformers, (config.architectures or [""])[0], AutoModelForCausalLM)
         target: Any = kind.from_pretrained(model, dtype="auto")
     drafts = None if assistant is None else parse_assistant(assistant)
+    published = drafts.get("model") if isinstance(drafts, dict) else None if drafts == "auto" else drafts
     with _told():
         report = sg.check(
             target.to("cuda" if torch.cuda.is_available() else "cpu").eval(),
@@ -141,7 +140,7 @@ def check(
             probe=probe,
             batch=batch,
             tokenizer=_tokenizer(model),
-            assistant_tokenizer=_tokenizer(drafts.get("model")) if isinstance(drafts, dict) else None,
+            assistant_tokenizer=_tokenizer(published),
             **dict(map(_setting, settings or [])),
         )
     typer.echo(str(report))

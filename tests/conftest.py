@@ -6,6 +6,7 @@ import logging
 import re
 from collections.abc import Iterator
 
+import huggingface_hub
 import pytest
 import tiny
 import torch
@@ -56,6 +57,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("cuda"):
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+
+
+@pytest.fixture(autouse=True)
+def _offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test asks the hub for anything, whatever name it gives an assistant."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
 
 
 @pytest.fixture(autouse=True)

@@ -77,7 +77,7 @@ def test_auto_merges_what_needs_no_training_and_keeps_nothing_between_calls(mode
     found = resolve("auto", model)
     assert found.drafter == sg.Merge(sg.SuffixLookup(), sg.TokenRecycling())
     assert found.tokens is None
-    with pytest.raises(ValueError, match="assistant='automatic' is not"):
+    with pytest.raises(ValueError, match="there is no file or folder 'automatic'"):
         resolve("automatic", model)
 
 

@@ -132,16 +132,19 @@ def test_a_check_takes_every_kind_of_model_and_one_without_a_tokenizer(tmp_path:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "message", "code"),
     [
-        (["check", "no/such/folder"], "no/such/folder"),
-        (["check", "FOLDER", "--assistant", "no/such/drafter"], "no/such/drafter"),
-        (["check", "FOLDER", "--assistant", "{bad"], "is not JSON"),
-        (["generate", "hello", "--model", "no/such/folder"], "no/such/folder"),
+        (["check", "no/such/folder"], "no/such/folder", 2),
+        (["check", "FOLDER", "--assistant", "no/such/drafter"], "no/such/drafter", 1),
+        (["check", "FOLDER", "--assistant", "{bad"], "is not JSON", 2),
+        (["generate", "hello", "--model", "no/such/folder"], "no/such/folder", 2),
+        (["generate", "hello", "--model", "FOLDER", "--assistant", "no/such/drafter"], "no/such/drafter", 2),
     ],
 )
-def test_what_cannot_be_loaded_is_told_without_a_traceback(folder: Path, arguments: list[str], message: str) -> None:
+def test_what_cannot_be_loaded_is_told_without_a_traceback(
+    folder: Path, arguments: list[str], message: str, code: int
+) -> None:
     result = CliRunner().invoke(cli.app, [str(folder) if one == "FOLDER" else one for one in arguments])
-    assert result.exit_code == 2
+    assert result.exit_code == code
     assert message in "".join(result.output.split()) or message in result.output
     assert "Traceback" not in result.output

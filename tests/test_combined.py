@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import heads
 import pytest
 import tiny
 import torch
@@ -361,10 +362,22 @@ def with_model(kind: str, texts: Sequence[Sequence[int]], branches: int = 1) -> 
         "first of": lambda: sg.FirstOf(store, model),
         "merge": lambda: sg.Merge(store, model),
         "nested": lambda: sg.FirstOf(store, sg.Merge(sg.PromptLookup(1), model)),
+        "medusa": lambda: sg.Merge(store, fitted("medusa", branches)),
+        "eagle": lambda: sg.FirstOf(store, fitted("eagle", branches)),
+        "eagle3": lambda: sg.Merge(sg.PromptLookup(1), fitted("eagle3", branches), sg.TokenRecycling()),
     }[kind]()
 
 
-KINDS = ["first of", "merge", "nested"]
+@functools.cache
+def fitted(method: str, branches: int) -> Any:
+    """Heads that know all texts a little; they read the target's states, also of rounds in which others draft."""
+    texts = truth("ragged", "greedy")
+    if method == "medusa":
+        return sg.Medusa(heads.medusa_of(target(), texts), top_k=branches)
+    return sg.Eagle(heads.eagle_of(target(), texts, method), top_k=branches)
+
+
+KINDS = ["first of", "merge", "nested", "medusa", "eagle", "eagle3"]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import heads
 import pytest
 import tiny
 import tongues
@@ -100,6 +101,13 @@ DRAFTERS: list[tuple[str, Maker, tuple[str, ...]]] = [
     ("layer-skip", lambda shape, model, texts: _shortened(shape), ("chain", "tree")),
     ("first-of", lambda shape, model, texts: sg.FirstOf(*_pair(shape, model, texts), at_least=3), ("tree",)),
     ("merge", lambda shape, model, texts: sg.Merge(*_pair(shape, model, texts)), ("tree",)),
+    (
+        "medusa",
+        lambda shape, model, texts: sg.Medusa(_fitted("medusa", model, texts), top_k=1 if shape == "chain" else 4),
+        ("chain", "tree"),
+    ),
+    ("eagle", lambda shape, model, texts: sg.Eagle(_fitted("eagle", model, texts), top_k=1), ("chain",)),
+    ("eagle3", lambda shape, model, texts: sg.Eagle(_fitted("eagle3", model, texts), top_k=4), ("tree",)),
     ("shared-words", lambda shape, model, texts: _foreign(model), ("chain",)),
     ("scripted", lambda shape, model, texts: Scripted(texts, shape), ("chain", "tree")),
     ("overlong", lambda shape, model, texts: Scripted(texts, shape, overlong=True), ("chain", "tree")),
@@ -123,6 +131,11 @@ def _shortened(shape: str) -> sg.LayerSkip:
     """By early exit, and by half a layer."""
     skipped: dict[str, Any] = {"exit_layer": 1} if shape == "chain" else {"skip": sg.SkipSet(attention=(1,))}
     return sg.LayerSkip(**skipped, branches=_branches(shape))
+
+
+@functools.cache
+def _fitted(method: str, model: PreTrainedModel, texts: Texts) -> Any:
+    return heads.medusa_of(model, texts) if method == "medusa" else heads.eagle_of(model, texts, method)
 
 
 @functools.cache

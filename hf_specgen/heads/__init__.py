@@ -1,0 +1,1 @@
+"""Trained drafting heads as networks, and the loaders of published checkpoint layouts."""

@@ -1,0 +1,418 @@
+"""EAGLE's networks: a few layers that continue the target's own states (arXiv 2401.15077, 2406.16858, 2503.01840).
+
+Entry i of a text is made from the embedding of token i + 1 and a feature of token i, and tells what follows token
+i + 1. Features of decided tokens come from the target's states; that of a drafted one is what the head itself made in
+the entry before.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from huggingface_hub.dataclasses import strict
+from torch import Tensor, nn
+from transformers import Cache, PreTrainedConfig, PreTrainedModel
+from transformers import initialization as init
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+from transformers.models.llama.modeling_llama import (
+    LlamaAttention,
+    LlamaDecoderLayer,
+    LlamaRMSNorm,
+    LlamaRotaryEmbedding,
+)
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
+
+from hf_specgen import attention
+from hf_specgen.heads.recorded import TargetRecord
+
+# Methods, with the fields that mean nothing to the other one.
+METHODS = {
+    "eagle": ("embed_norm", "feature_norm", "first_layernorm"),
+    "eagle3": ("norm_before_residual", "fc_norm", "norm_before_fc"),
+}
+# What a draft vocabulary's offsets hold until they are loaded: no id lies there.
+UNKNOWN = torch.iinfo(torch.long).min // 2
+
+
+@strict
+class EagleConfig(PreTrainedConfig):
+    """The shape of an EAGLE head. Defaults are the original's, for a target of 4096 states.
+
+    Attributes:
+        method: "eagle" (EAGLE-1 and 2, which share a network): `fc` joins embedding and state, and the first layer has
+            no input norm. "eagle3": `fc` fuses several of the target's states, and the first layer attends over
+            embedding and feature side by side.
+        target_hidden_size: of the target's states; `hidden_size` unless given, and always so for "eagle".
+        vocab_size: the target's.
+        draft_vocab_size: ids that the head can say; all unless given. Fewer need its own LM head, and `d2t`.
+        feature_layers: indices into transformers' `hidden_states` of the target; -1 is behind its final norm. None
+            leaves it to `layers_of`.
+        use_fc: the target's states pass through `fc`; else its final one is the feature as it is ("eagle3" only).
+        fc_bias: of `fc`.
+        qkv_bias: of the projections into the attention.
+        o_bias: of the one out of it.
+        mlp_bias: of the MLP's three.
+        qk_norm: queries and keys are normed, as in Qwen3.
+        own_embeddings: the head has its own; else the drafter uses the target's.
+        own_lm_head: likewise.
+        embed_norm: embeddings are normed before `fc` ("eagle" only).
+        feature_norm: and so are features.
+        first_layernorm: the first layer has an input norm, as the others do ("eagle" only).
+        norm_before_residual: the first layer's residual is the normed feature ("eagle3" only).
+        fc_norm: each of the target's states is normed by itself before `fc`.
+        norm_before_fc: all of them are normed together before `fc`.
+        final_norm: states are normed before the LM head; unless said only for "eagle3".
+        norm_output: and it is the normed state that is fed back.
+        sliding_window: how far back the layers attend; None for all the way.
+        target: what is recorded of the target the head was trained for.
+    """
+
+    model_type = "hf_specgen_eagle"
+    # What the Llama modules call it.
+    attribute_map: ClassVar = {"attention_bias": "qkv_bias"}
+
+    method: str = "eagle3"
+    hidden_size: int = 4096
+    target_hidden_size: int | None = None
+    intermediate_size: int = 14336
+    num_hidden_layers: int = 1
+    num_attention_heads: int = 32
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    hidden_act: str = "silu"
+    rms_norm_eps: float = 1e-5
+    rope_parameters: dict[str, Any] | None = None
+    max_position_embeddings: int = 2048
+    initializer_range: float = 0.02
+    attention_dropout: int | float | None = 0.0
+    vocab_size: int = 128256
+    draft_vocab_size: int | None = None
+    feature_layers: list[int] | None = None
+    use_fc: bool = True
+    fc_bias: bool = False
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    own_embeddings: bool = False
+    own_lm_head: bool = False
+    embed_norm: bool = False
+    feature_norm: bool = False
+    first_layernorm: bool = False
+    norm_before_residual: bool = False
+    fc_norm: bool = False
+    norm_before_fc: bool = False
+    final_norm: bool | None = None
+    norm_output: bool = False
+    sliding_window: int | None = None
+    tie_word_embeddings: bool = False
+    target: dict[str, Any] | None = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        """Fills in what follows from the rest.
+
+        Raises:
+            ValueError: the fields contradict each other.
+        """
+        self.head_dim = self.head_dim or self.hidden_size // self.num_attention_heads
+        self.num_key_value_heads = self.num_key_value_heads or self.num_attention_heads
+        self.target_hidden_size = self.target_hidden_size or self.hidden_size
+        self.draft_vocab_size = self.draft_vocab_size or self.vocab_size
+        if self.final_norm is None:
+            self.final_norm = self.method == "eagle3"
+        if self.feature_layers is None and (self.method == "eagle" or not self.use_fc):
+            self.feature_layers = [-1]
+        if fault := self._fault():
+            raise ValueError(fault)
+        super().__post_init__(**kwargs)  # type: ignore[no-untyped-call]
+
+    def _fault(self) -> str | None:
+        if self.method not in METHODS:
+            return f"method must be one of {', '.join(METHODS)}, not {self.method!r}"
+        for method, fields in METHODS.items():
+            for field in fields if method != self.method else ():
+                if getattr(self, field):
+                    return f"{field} belongs to method {method!r}, not to {self.method!r}"
+        if self.method == "eagle" and not self.use_fc:
+            return "a head of method 'eagle' is not without fc"
+        if self.feature_layers == []:
+            return "feature_layers is empty: name the target's hidden_states that the head reads"
+        one = self.method == "eagle" or not self.use_fc
+        if one and (self.target_hidden_size != self.hidden_size or self.sources > 1):
+            return (
+                f"without fc to fuse them the head continues one state of the target's as it is, not {self.sources} of "
+                f"size {self.target_hidden_size} by its own of {self.hidden_size}"
+            )
+        if self.draft_vocab_size != self.vocab_size and not self.own_lm_head:
+            return (
+                f"a draft vocabulary of {self.draft_vocab_size} of the target's {self.vocab_size} ids needs own_lm_head"
+            )
+        return None
+
+    @property
+    def sources(self) -> int:
+        """How many of the target's states it reads."""
+        return 3 if self.feature_layers is None else len(self.feature_layers)
+
+    def layers_of(self, num_hidden_layers: int) -> tuple[int, ...]:
+        """`feature_layers`, or EAGLE-3's own: an early, a middle and a late one.
+
+        Args:
+            num_hidden_layers: the target's.
+
+        Raises:
+            ValueError: the target does not have them.
+        """
+        last = num_hidden_layers
+        layers = (2, last // 2, last - 3) if self.feature_layers is None else tuple(self.feature_layers)
+        if (self.feature_layers is None and last < 4) or not all(-last - 1 <= layer <= last for layer in layers):
+            raise ValueError(
+                f"the head reads the target's hidden_states {layers}, and a target of {last} layers has 0 to {last}: "
+                "load the head that was trained for this target, or name its feature_layers"
+            )
+        return layers
+
+
+class EagleOutput(NamedTuple):
+    """What a pass of an EAGLE head returns.
+
+    Attributes:
+        hidden: `(batch, width, hidden)`, for the LM head.
+        features: `(batch, width, hidden)`, the features of the children of these places.
+    """
+
+    hidden: Tensor
+    features: Tensor
+
+
+class EagleLayer(LlamaDecoderLayer):  # type: ignore[no-untyped-call]
+    """A Llama layer with the biases and norms of the config; the first one of method "eagle" has no input norm."""
+
+    def __init__(self, config: EagleConfig, layer_idx: int) -> None:
+        super().__init__(config, layer_idx)  # type: ignore[arg-type]
+        self.self_attn = _attention(config, layer_idx, config.hidden_size)
+        if layer_idx == 0 and not config.first_layernorm:
+            self.input_layernorm = nn.Identity()  # type: ignore[assignment]
+
+
+class FusingLayer(LlamaDecoderLayer):  # type: ignore[no-untyped-call]
+    """The first layer of EAGLE-3: it attends over embedding and feature side by side."""
+
+    def __init__(self, config: EagleConfig) -> None:
+        super().__init__(config, 0)  # type: ignore[arg-type]
+        self.self_attn = _attention(config, 0, 2 * config.hidden_size)
+        self.hidden_norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.norm_before_residual = config.norm_before_residual
+
+    def forward(self, features: Tensor, inputs_embeds: Tensor, **kwargs: Any) -> Tensor:
+        """Returns `(batch, width, hidden)`."""
+        normed = self.hidden_norm(features)
+        attended, _ = self.self_attn(torch.cat([self.input_layernorm(inputs_embeds), normed], dim=-1), **kwargs)
+        hidden: Tensor = (normed if self.norm_before_residual else features) + attended
+        hidden = hidden + self.mlp(self.post_attention_layernorm(hidden))
+        return hidden
+
+
+def _attention(config: EagleConfig, layer: int, size: int) -> Any:
+    """Stock attention over states of `size`, with the config's biases."""
+    module = (Qwen3Attention if config.qk_norm else LlamaAttention)(config, layer)  # type: ignore[arg-type]
+    for name in ("q_proj", "k_proj", "v_proj"):
+        stock = getattr(module, name)
+        setattr(module, name, nn.Linear(size, stock.out_features, bias=config.qkv_bias))
+    module.o_proj = nn.Linear(module.o_proj.in_features, config.hidden_size, bias=config.o_bias)
+    return module
+
+
+class EagleHead(PreTrainedModel):  # type: ignore[no-untyped-call]
+    """The network of an EAGLE drafter. What it lacks (embeddings, LM head) it borrows from the target, call by call.
+
+    Weights start as NaN, so that one that a checkpoint lacks is noticed; see `fresh` for a head to be trained.
+    """
+
+    config_class = EagleConfig
+    config: EagleConfig
+    d2t: Tensor
+    base_model_prefix = ""
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["EagleLayer", "FusingLayer"]  # noqa: RUF012
+    _supports_sdpa = True
+    _supports_flex_attn = True
+    _supports_flash_attn = True
+    _supports_attention_backend = True
+
+    def __init__(self, config: EagleConfig) -> None:
+        super().__init__(config)
+        size, eps = config.hidden_size, config.rms_norm_eps
+        fused = config.method == "eagle3"
+        read = config.sources * int(config.target_hidden_size or 0)
+        if config.own_embeddings:
+            self.embed_tokens = nn.Embedding(config.vocab_size, size)
+        if config.fc_norm:
+            self.fc_norm = nn.ModuleList(LlamaRMSNorm(read // config.sources, eps=eps) for _ in range(config.sources))
+        if config.norm_before_fc:
+            self.input_norm = LlamaRMSNorm(read, eps=eps)
+        if config.embed_norm:
+            self.embed_norm = LlamaRMSNorm(size, eps=eps)
+        if config.feature_norm:
+            self.feature_norm = LlamaRMSNorm(size, eps=eps)
+        if config.use_fc:
+            self.fc = nn.Linear(read if fused else 2 * size, size, bias=config.fc_bias)
+        first = FusingLayer(config) if fused else EagleLayer(config, 0)
+        self.layers = nn.ModuleList([first, *(EagleLayer(config, i) for i in range(1, config.num_hidden_layers))])
+        if config.final_norm:
+            self.norm = LlamaRMSNorm(size, eps=eps)
+        if config.own_lm_head:
+            self.lm_head = nn.Linear(size, int(config.draft_vocab_size or 0), bias=False)
+        if config.draft_vocab_size != config.vocab_size:
+            self.register_buffer("d2t", torch.full((int(config.draft_vocab_size or 0),), UNKNOWN))
+        self.rotary_emb = LlamaRotaryEmbedding(config)  # type: ignore[arg-type]
+        self.post_init()  # type: ignore[no-untyped-call]
+
+    def _init_weights(self, module: nn.Module) -> None:
+        """NaN, whatever it is; the rotary frequencies and the offsets follow from the config."""
+        super()._init_weights(module)  # type: ignore[no-untyped-call]
+        for parameter in module.parameters(recurse=False):
+            init.constant_(parameter, torch.nan)
+        if module is self and self.config.draft_vocab_size != self.config.vocab_size:
+            init.constant_(self.d2t, UNKNOWN)
+
+    @classmethod
+    def fresh(
+        cls,
+        target: PreTrainedModel,
+        method: str = "eagle3",
+        num_hidden_layers: int = 1,
+        feature_layers: Sequence[int] | None = None,
+        token_map: Sequence[int] | None = None,
+    ) -> EagleHead:
+        """A head to be trained: it hands the target's (last) state on, and its layers add nothing yet.
+
+        Sizes come from the target's config. For a target without weights (on the meta device) the head has none either.
+
+        Args:
+            target: the model it is for, whose embeddings and LM head it borrows.
+            method: see `EagleConfig`.
+            num_hidden_layers: of the head.
+            feature_layers: see `EagleConfig`.
+            token_map: ascending ids that it can say, for which it gets a copy of the target's LM head; None for all.
+        """
+        text: Any = target.config.get_text_config(decoder=True)
+        heads, rope = text.num_attention_heads, text.to_dict().get("rope_parameters") or {}
+        config = EagleConfig(
+            method=method,
+            hidden_size=text.hidden_size,
+            intermediate_size=getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
+            num_hidden_layers=num_hidden_layers,
+            num_attention_heads=heads,
+            num_key_value_heads=getattr(text, "num_key_value_heads", None) or heads,
+            head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
+            rms_norm_eps=getattr(text, "rms_norm_eps", 1e-5),
+            rope_parameters={"rope_type": "default", "rope_theta": rope.get("rope_theta", 10_000.0)},
+            max_position_embeddings=text.max_position_embeddings,
+            vocab_size=text.vocab_size,
+            draft_vocab_size=None if token_map is None else len(token_map),
+            feature_layers=None if feature_layers is None else list(feature_layers),
+            own_lm_head=token_map is not None,
+            target=TargetRecord.of(target).to_dict(),
+        )
+        config.layers_of(text.num_hidden_layers)
+        with torch.device(target.device):
+            head = cls(config)
+        head.to(dtype=target.dtype)  # type: ignore[call-arg]
+        head._begin(target, token_map)
+        return head
+
+    @torch.no_grad()
+    def _begin(self, target: PreTrainedModel, token_map: Sequence[int] | None) -> None:
+        for name, parameter in self.named_parameters():
+            if parameter.ndim == 1:
+                parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+            elif name.endswith(("o_proj.weight", "down_proj.weight")):
+                parameter.zero_()
+            else:
+                parameter.normal_(std=self.config.initializer_range)
+        if self.config.use_fc:
+            self.fc.weight[:, -self.config.hidden_size :] += torch.eye(self.config.hidden_size).to(self.fc.weight)
+        if token_map is not None:
+            ids = torch.tensor(token_map, device=self.device)
+            self.d2t.copy_(ids - torch.arange(len(ids), device=self.device))
+            lender: Any = target
+            self.lm_head.weight.copy_(lender.get_output_embeddings().weight[ids])
+
+    @property
+    def to_target(self) -> Tensor | None:
+        """`(draft vocabulary,)` the target's id for each of the head's own; None where they are the same."""
+        if self.config.draft_vocab_size == self.config.vocab_size:
+            return None
+        return torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
+
+    def fuse(self, states: Tensor) -> Tensor:
+        """`(..., hidden)` features from the target's states, `(..., sources * target_hidden)` side by side."""
+        config = self.config
+        if config.fc_norm:
+            parts = states.chunk(len(self.fc_norm), dim=-1)
+            states = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
+        if config.norm_before_fc:
+            states = self.input_norm(states)
+        fused: Tensor = self.fc(states) if config.method == "eagle3" and config.use_fc else states
+        return fused
+
+    def forward(
+        self,
+        inputs_embeds: Tensor,
+        features: Tensor,
+        position_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        cache: Cache | None = None,
+    ) -> EagleOutput:
+        """A pass over entries.
+
+        Args:
+            inputs_embeds: `(batch, width, hidden)` of the tokens.
+            features: `(batch, width, hidden)` of the tokens before them: from `fuse`, or of the output at the parent.
+            position_ids: `(batch, width)`; counted from what the cache holds, unless given.
+            attention_mask: `(batch, length)` with 0 for padding, or four-dimensional as the layers take it; causal
+                unless given.
+            cache: of the entries before.
+        """
+        config = self.config
+        if position_ids is None:
+            seen = 0 if cache is None else int(cache.get_seq_length())
+            position_ids = torch.arange(seen, seen + features.shape[1], device=features.device).unsqueeze(0)
+        masked = create_causal_mask if config.sliding_window is None else create_sliding_window_causal_mask
+        mask = masked(config, features, attention_mask, cache, position_ids)
+        kwargs = {
+            "attention_mask": mask,
+            "position_ids": position_ids,
+            "position_embeddings": self.rotary_emb(features, position_ids),
+            "cache": cache,
+        }
+        if config.method == "eagle3":
+            hidden = self.layers[0](features, inputs_embeds=inputs_embeds, **kwargs)
+        else:
+            hidden = self.layers[0](self._joined(inputs_embeds, features), **kwargs)
+        for layer in self.layers[1:]:
+            hidden = layer(hidden, **kwargs)
+        normed = self.norm(hidden) if config.final_norm else hidden
+        return EagleOutput(normed, normed if config.norm_output else hidden)
+
+    def _joined(self, inputs_embeds: Tensor, features: Tensor) -> Tensor:
+        """What the first layer of method "eagle" is shown."""
+        if self.config.embed_norm:
+            inputs_embeds = self.embed_norm(inputs_embeds)
+        if self.config.feature_norm:
+            features = self.feature_norm(features)
+        joined: Tensor = self.fc(torch.cat([inputs_embeds, features], dim=-1))
+        return joined
+
+    def attending_like(self, model: nn.Module) -> EagleHead:
+        """The head itself, or where `model` attends by `attention` a copy that does so and shares all its tensors."""
+        if not attention.is_installed(model) or not attention.would_install(self):
+            return self
+        shared = {id(tensor): tensor for tensor in (*self.parameters(), *self.buffers())}
+        view = copy.deepcopy(self, shared)
+        attention.install(view)
+        return view
