@@ -92,6 +92,15 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "mlp_bias": True,
         **OWN,
     },
+    "eagle3-latent": {
+        "num_key_value_heads": 4,
+        "feature_layers": [2],
+        "kv_lora_rank": 6,
+        "q_lora_rank": 12,
+        "qk_nope_head_dim": 4,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 6,
+    },
     "eagle3-window": {"use_fc": False, "sliding_window": 5, "num_hidden_layers": 2},
 }
 
@@ -167,23 +176,42 @@ class Reference:
         return normed[-1], normed[-1] if self.config.norm_output else x[-1]
 
     def layer(self, i: int, residual: Tensor, x: Tensor) -> Tensor:
-        name, length, dim = f"layers.{i}", len(x), self.config.head_dim
-        heads, shared = self.config.num_attention_heads, self.config.num_attention_heads // 2
-        q, k, v = (self.linear(x, f"{name}.self_attn.{part}_proj").view(length, -1, dim) for part in "qkv")
-        if self.config.qk_norm:
-            q, k = self.norm(q, f"{name}.self_attn.q_norm"), self.norm(k, f"{name}.self_attn.k_norm")
-        q, k = self.turned(q), self.turned(k)
-        mixed = torch.zeros(length, heads, dim, dtype=x.dtype)
+        name, length, heads = f"layers.{i}", len(x), self.config.num_attention_heads
+        q, k, v = (self.latent if self.config.kv_lora_rank else self.plain)(f"{name}.self_attn", x)
+        shared = heads // k.shape[1]
+        mixed = torch.zeros(length, heads, v.shape[-1], dtype=x.dtype)
         for at in range(length):
             first = 0 if self.config.sliding_window is None else max(0, at - self.config.sliding_window + 1)
             for one in range(heads):
                 of = one // shared
-                scores = k[first : at + 1, of] @ q[at, one] / math.sqrt(dim)
+                scores = k[first : at + 1, of] @ q[at, one] / math.sqrt(q.shape[-1])
                 mixed[at, one] = scores.softmax(0) @ v[first : at + 1, of]
         x = residual + self.linear(mixed.view(length, -1), f"{name}.self_attn.o_proj")
         y = self.norm(x, f"{name}.post_attention_layernorm")
         gate, up = self.linear(y, f"{name}.mlp.gate_proj"), self.linear(y, f"{name}.mlp.up_proj")
         return x + self.linear(gate * gate.sigmoid() * up, f"{name}.mlp.down_proj")
+
+    def plain(self, name: str, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = (self.linear(x, f"{name}.{part}_proj").view(len(x), -1, self.config.head_dim) for part in "qkv")
+        if self.config.qk_norm:
+            q, k = self.norm(q, f"{name}.q_norm"), self.norm(k, f"{name}.k_norm")
+        return self.turned(q), self.turned(k), v
+
+    def latent(self, name: str, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Multi-head latent attention, whose turned columns lie in pairs."""
+        heads, nope = self.config.num_attention_heads, self.config.qk_nope_head_dim
+        q = self.linear(
+            self.norm(self.linear(x, f"{name}.q_a_proj"), f"{name}.q_a_layernorm", 1e-6), f"{name}.q_b_proj"
+        )
+        q = q.view(len(x), heads, -1)
+        held, turn = self.linear(x, f"{name}.kv_a_proj_with_mqa").split([6, 8], -1)
+        both = self.linear(self.norm(held, f"{name}.kv_a_layernorm", 1e-6), f"{name}.kv_b_proj").view(len(x), heads, -1)
+
+        def paired(y: Tensor) -> Tensor:
+            return self.turned(torch.cat([y[..., 0::2], y[..., 1::2]], -1))
+
+        k = torch.cat([both[..., :nope], paired(turn.unsqueeze(1)).expand(-1, heads, -1)], -1)
+        return torch.cat([q[..., :nope], paired(q[..., nope:])], -1), k, both[..., nope:]
 
     def turned(self, x: Tensor) -> Tensor:
         half = x.shape[-1] // 2
@@ -191,10 +219,9 @@ class Reference:
         turned = torch.complex(*x.split(half, -1)) * torch.polar(torch.ones_like(angles), angles).unsqueeze(1)
         return torch.cat([turned.real, turned.imag], -1)
 
-    def norm(self, x: Tensor, name: str) -> Tensor:
-        return (
-            x / (x.square().mean(-1, keepdim=True) + self.config.rms_norm_eps).sqrt() * self.weights[name + ".weight"]
-        )
+    def norm(self, x: Tensor, name: str, eps: float | None = None) -> Tensor:
+        square = x.square().mean(-1, keepdim=True) + (eps or self.config.rms_norm_eps)
+        return x / square.sqrt() * self.weights[name + ".weight"]
 
     def linear(self, x: Tensor, name: str) -> Tensor:
         return x @ self.weights[name + ".weight"].T + self.weights.get(name + ".bias", 0)
@@ -472,17 +499,22 @@ def test_a_perfect_head_is_right_to_full_depth_every_round(name, rows, mode, sha
 
 
 @SHAPES
-@pytest.mark.parametrize("length", [9, 11, 13])
-def test_so_it_is_when_its_buffers_have_slid(length, shape):
-    """They do so in the middle of a draft, and what that is taken back to must stay."""
-    prompt = Prompt.random((length, 1))
-    assert rounds(windowed(), prompt, copied(), shape, max_new_tokens=1 + 20 * (DEPTH + 1)) == 20
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_what_a_draft_is_taken_back_to_stays_when_the_buffers_slide(seed, shape):
+    """They do in the middle of a draft, 64 slots on. A head that sees few tokens is the more hurt by one it lacks."""
+    model, prompt = windowed(), Prompt.random((12, seed))
+    truth = tiny.truth_of(model, prompt, "greedy", 80)
+    shadow = Shadowed(sg.Eagle(copied(), top_k=3 if shape == "tree" else 1, nodes=20), Scripted(truth, spoiled=0.6))
+    assisted(model, prompt, shadow, max_new_tokens=72, num_assistant_tokens=DEPTH)
+    for asked in shadow.asked:
+        ids, path = len(asked.context.ids[0]), tuple(truth[0][len(asked.context.ids[0]) :][: asked.limit.depth[0]])
+        assert path in paths_of(asked.draft, 0), ids
 
 
 @SHAPES
 @pytest.mark.parametrize("method", ["eagle", "eagle3"])
 def test_with_the_layer_beside_it_the_head_is_wrong(method, shape):
-    for layers in {"eagle": [[-2]], "eagle3": [[0, 1, 2], [2, 3, 4]]}[method]:
+    for layers in {"eagle": [[-2]], "eagle3": [[0, 1, 2], [2, 3, -1]]}[method]:
         assert rounds(remembering(), LONG["one"], moving_parts(method, layers), shape) >= WORSE
 
 
@@ -766,7 +798,7 @@ def no_passes(monkeypatch: pytest.MonkeyPatch, *modules: Any) -> None:
 REFUSED: dict[str, tuple[Callable[[], EagleHead], str]] = {
     "states": (lambda: filled(EagleHead(config(hidden_size=16))), "hidden_size=32 .* made for 16"),
     "vocabulary": (lambda: filled(EagleHead(config(vocab_size=104))), "vocab_size=96 .* made for 104"),
-    "layers": (lambda: filled(EagleHead(config(feature_layers=[1, 2, 5]))), r"hidden_states \(1, 2, 5\).* 4 layers"),
+    "layers": (lambda: filled(EagleHead(config(feature_layers=[1, 2, 4]))), r"hidden_states \(1, 2, 4\).* 4 layers"),
     "record": (
         lambda: filled(EagleHead(config(target={"name": "another", "num_layers": 6}))),
         "num_layers=6; LlamaForCausalLM .* num_layers=4",

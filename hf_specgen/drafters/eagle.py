@@ -10,13 +10,13 @@ import inspect
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
-from hf_specgen.cache import SlotCache
+from hf_specgen.cache import SlotCache, new_cache
 from hf_specgen.draft import Context, Draft, Limit, Needs, Request
 from hf_specgen.drafters.draft_model import eval_view, refuse_other_ranks
 from hf_specgen.drafters.scoring import Scoring
@@ -27,6 +27,9 @@ from hf_specgen.ranks import Ranks, is_fully_sharded, several
 from hf_specgen.target import MASKLESS_ATTENTION
 from hf_specgen.trees import Growth
 from hf_specgen.vocabulary import size
+
+if TYPE_CHECKING:
+    from transformers import DynamicCache
 
 logger = logging.getLogger(__name__)
 
@@ -254,7 +257,7 @@ class EagleSession:
         features = torch.stack([nn.functional.pad(held, (0, 0, pad, 0)) for pad, _, held in pads])
         places = torch.arange(columns, device=self.device) - torch.tensor(padding, device=self.device).view(-1, 1)
         mask = (places >= 0).long() if any(padding) else None
-        cache = DynamicCache(config=self.head.config)
+        cache = cast("DynamicCache", new_cache(self.head.config))
         output = self.head(self._embedded(ids), self.head.fuse(features), places.clamp(min=0), mask, cache)
         self._cache = SlotCache(cache, self.head, padding, columns)
         self._cache.commit([None if path is None else () for path in paths])
@@ -352,8 +355,8 @@ class EagleSession:
         """A pass over the last `count` nodes of the beam, behind the root and the nodes fed before."""
         assert self._cache is not None
         beam = Draft(growth.beam.tokens, growth.beam.parents)
-        # The root's entry is committed, and is the root of the tree that the mask is made of. (A row without entries has
-        # no draft either.)
+        # The root's entry is committed, and is the root of the tree that the mask is made of. A row without entries has
+        # no draft either.
         self._cache.lengths[:] = [max(held - 1, 0) for held in self._held]
         self._cache.begin(count, behind=1 + beam.nodes - count)
         output = self._pass(self._cache, beam.tokens[:, -count:], features, beam, beam.tree.depth[:, -count:])

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
-from transformers import Cache, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers import initialization as init
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
 from transformers.models.llama.modeling_llama import (
     LlamaAttention,
     LlamaDecoderLayer,
@@ -27,6 +28,9 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
 from hf_specgen import attention
 from hf_specgen.heads.recorded import TargetRecord
+
+if TYPE_CHECKING:
+    from transformers import Cache
 
 # Methods, with the fields that mean nothing to the other one.
 METHODS = {
@@ -56,6 +60,8 @@ class EagleConfig(PreTrainedConfig):
         o_bias: of the one out of it.
         mlp_bias: of the MLP's three.
         qk_norm: queries and keys are normed, as in Qwen3.
+        kv_lora_rank: where it is given, layers attend as DeepSeek-V3's do, over latents of this size; the fields that
+            follow are that model's.
         own_embeddings: the head has its own; else the drafter uses the target's.
         own_lm_head: likewise.
         embed_norm: embeddings are normed before `fc` ("eagle" only).
@@ -97,6 +103,12 @@ class EagleConfig(PreTrainedConfig):
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    kv_lora_rank: int | None = None
+    q_lora_rank: int | None = None
+    qk_nope_head_dim: int | None = None
+    qk_rope_head_dim: int | None = None
+    v_head_dim: int | None = None
+    rope_interleave: bool = True
     own_embeddings: bool = False
     own_lm_head: bool = False
     embed_norm: bool = False
@@ -117,6 +129,8 @@ class EagleConfig(PreTrainedConfig):
         Raises:
             ValueError: the fields contradict each other.
         """
+        if self.kv_lora_rank is not None:
+            self.head_dim = self.qk_rope_head_dim  # as far as the rotary turns go
         self.head_dim = self.head_dim or self.hidden_size // self.num_attention_heads
         self.num_key_value_heads = self.num_key_value_heads or self.num_attention_heads
         self.target_hidden_size = self.target_hidden_size or self.hidden_size
@@ -132,6 +146,8 @@ class EagleConfig(PreTrainedConfig):
     def _fault(self) -> str | None:
         if self.method not in METHODS:
             return f"method must be one of {', '.join(METHODS)}, not {self.method!r}"
+        if self.kv_lora_rank and not (self.qk_nope_head_dim and self.qk_rope_head_dim and self.v_head_dim):
+            return "kv_lora_rank needs qk_nope_head_dim, qk_rope_head_dim and v_head_dim"
         for method, fields in METHODS.items():
             for field in fields if method != self.method else ():
                 if getattr(self, field):
@@ -168,10 +184,12 @@ class EagleConfig(PreTrainedConfig):
         """
         last = num_hidden_layers
         layers = (2, last // 2, last - 3) if self.feature_layers is None else tuple(self.feature_layers)
-        if (self.feature_layers is None and last < 4) or not all(-last - 1 <= layer <= last for layer in layers):
+        # What others number so is the last layer's output before the final norm, which transformers does not return.
+        if (self.feature_layers is None and last < 4) or not all(-last - 1 <= layer < last for layer in layers):
             raise ValueError(
-                f"the head reads the target's hidden_states {layers}, and a target of {last} layers has 0 to {last}: "
-                "load the head that was trained for this target, or name its feature_layers"
+                f"the head reads the target's hidden_states {layers}, and a target of {last} layers has 0 to "
+                f"{last - 1} and, behind the final norm, -1: load the head that was trained for this target, or name "
+                "its feature_layers"
             )
         return layers
 
@@ -218,10 +236,13 @@ class FusingLayer(LlamaDecoderLayer):  # type: ignore[no-untyped-call]
 
 def _attention(config: EagleConfig, layer: int, size: int) -> Any:
     """Stock attention over states of `size`, with the config's biases."""
-    module = (Qwen3Attention if config.qk_norm else LlamaAttention)(config, layer)  # type: ignore[arg-type]
-    for name in ("q_proj", "k_proj", "v_proj"):
+    latent = config.kv_lora_rank is not None
+    kind: Any = DeepseekV3Attention if latent else Qwen3Attention if config.qk_norm else LlamaAttention
+    module = kind(config, layer)
+    for name in ("q_proj", "q_a_proj", "kv_a_proj_with_mqa") if latent else ("q_proj", "k_proj", "v_proj"):
         stock = getattr(module, name)
-        setattr(module, name, nn.Linear(size, stock.out_features, bias=config.qkv_bias))
+        if stock is not None:
+            setattr(module, name, nn.Linear(size, stock.out_features, bias=stock.bias is not None))
     module.o_proj = nn.Linear(module.o_proj.in_features, config.hidden_size, bias=config.o_bias)
     return module
 
