@@ -21,6 +21,7 @@ from hf_specgen.drafters.suffix_store import SuffixStore
 from hf_specgen.drafters.token_recycling import CandidateMatrix, TokenRecycling
 from hf_specgen.explain import Difference, Explanation, explain_difference
 from hf_specgen.generation import SpecGenMixin, disable, enable, speculate, stream
+from hf_specgen.heads.eagle import EagleConfig, EagleHead
 from hf_specgen.heads.medusa import MedusaConfig, MedusaHeads
 from hf_specgen.length import Auto, Controller, Fixed, Length, Situation
 from hf_specgen.loading import load_assistant
@@ -43,6 +44,8 @@ __all__ = [
     "DraftSession",
     "Drafter",
     "Eagle",
+    "EagleConfig",
+    "EagleHead",
     "Explanation",
     "FirstOf",
     "Fixed",

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import tiny
 import torch
 from tiny import ONE, WARM, wrong
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from torch.nn.functional import cross_entropy
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import hf_specgen as sg
 from hf_specgen.draft import Context, Draft, Limit, Request
@@ -52,7 +56,7 @@ def medusa_of(model: PreTrainedModel, texts: Sequence[Text], num_heads: int = 4,
             lm_head.weight.copy_(8 * torch.linalg.lstsq(seen, wanted).solution.T)
         optimizer = torch.optim.Adam(lm_head.parameters(), lr=0.3)
         for _ in range(steps):
-            loss = nn.functional.cross_entropy(lm_head(seen), follows, label_smoothing=0.01)
+            loss = cross_entropy(lm_head(seen), follows, label_smoothing=0.01)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
@@ -102,12 +106,46 @@ def eagle_of(model: PreTrainedModel, texts: Sequence[Text], method: str = "eagle
             for ahead in range(2):  # once from the target's states, once from the head's own
                 output = head(embeds[:, ahead:], features)
                 logits = (output.hidden @ weight.T).flatten(0, 1)
-                loss = loss + nn.functional.cross_entropy(logits, follows[:, ahead:].flatten(), ignore_index=-100)
+                loss = loss + cross_entropy(logits, follows[:, ahead:].flatten(), ignore_index=-100)
                 features = output.features[:, :-1]
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
     return head.requires_grad_(False).eval()
+
+
+WORDS = ((1, 2, 3, 4, 5), (6, 7, 8, 9), (10, 3, 11, 7, 12, 13), (14, 2, 15, 16, 17))
+
+
+def babble(count: int, length: int, seed: int) -> Tensor:
+    """Texts of words, mostly one after the other."""
+    chance = random.Random(seed)
+    rows = []
+    for _ in range(count):
+        row: list[int] = []
+        word = chance.randrange(len(WORDS))
+        while len(row) < length:
+            row += WORDS[word]
+            word = (word + 1) % len(WORDS) if chance.random() < 0.8 else chance.randrange(len(WORDS))
+        rows.append(row[:length])
+    return torch.tensor(rows)
+
+
+@functools.cache
+def speaker() -> Any:
+    """A small Llama that has learned the language of `babble`."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        config = LlamaConfig(**tiny._sizes(vocab_size=20, hidden_size=48, num_attention_heads=4, num_key_value_heads=4))
+        model = LlamaForCausalLM(config)
+        optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
+        for step in range(200):
+            texts = babble(16, 32, step)
+            loss = cross_entropy(model(texts).logits[:, :-1].flatten(0, 1), texts[:, 1:].flatten())
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    return sg.enable(model.eval())
 
 
 def warm_of(model: PreTrainedModel, method: str) -> Any:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from heads import babble, speaker
 from tiny import ONE, RAGGED, VOCAB, Prompt, in_two_threads, run
 from torch import Tensor
 from torch.nn.functional import cross_entropy, linear, silu
@@ -435,40 +436,6 @@ def test_heads_that_know_all_are_accepted_to_full_depth_every_round(kwargs):
     assert accepted_a_round(model, OneStateLate(sg.Medusa(knowing(model, 5), choices=[(0,) * 5])), **kwargs) == 1.0
 
 
-WORDS = ((1, 2, 3, 4, 5), (6, 7, 8, 9), (10, 3, 11, 7, 12, 13), (14, 2, 15, 16, 17))
-
-
-def babble(count: int, length: int, seed: int) -> Tensor:
-    """Texts of words, mostly one after the other."""
-    chance = random.Random(seed)
-    rows = []
-    for _ in range(count):
-        row: list[int] = []
-        word = chance.randrange(len(WORDS))
-        while len(row) < length:
-            row += WORDS[word]
-            word = (word + 1) % len(WORDS) if chance.random() < 0.8 else chance.randrange(len(WORDS))
-        rows.append(row[:length])
-    return torch.tensor(rows)
-
-
-@functools.cache
-def speaker() -> Any:
-    """A small Llama that has learned the language of `babble`."""
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        config = LlamaConfig(**tiny._sizes(vocab_size=20, hidden_size=48, num_attention_heads=4, num_key_value_heads=4))
-        model = LlamaForCausalLM(config)
-        optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
-        for step in range(200):
-            texts = babble(16, 32, step)
-            loss = cross_entropy(model(texts).logits[:, :-1].flatten(0, 1), texts[:, 1:].flatten())
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-    return sg.enable(model.eval())
-
-
 def trained(model: Any, heads: sg.MedusaHeads, steps: int = 200) -> sg.MedusaHeads:
     """Trains heads as the paper's first stage does: the target is frozen, and head h learns the token h + 2 on."""
     optimizer = torch.optim.Adam(heads.parameters(), lr=5e-3)
@@ -532,6 +499,7 @@ def test_heads_from_a_tied_lm_head_are_copies():
 
 
 def test_sizes_come_from_the_config_and_heads_without_weights_are_refused():
+    """Report 121."""
     with torch.device("meta"):
         model = LlamaForCausalLM(LlamaConfig(**tiny._sizes()))
     heads = sg.MedusaHeads.fresh(model, 2)

@@ -99,6 +99,7 @@ def drawn(published: Published, seed: int = 0) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("published", medusa.ALL, ids=lambda one: one.name)
 def test_every_published_layout_loads_into_the_right_modules_and_drafts(published, tmp_path):
+    """Report 103: both ways in which the heads of version 1 are saved, and all others."""
     tensors = drawn(published)
     heads = load(write(published, tmp_path, tensors))
     assert not any(weight.isnan().any() for weight in heads.parameters())
@@ -158,6 +159,7 @@ def test_a_count_that_published_configs_have_wrong_is_reported_and_the_weights_c
 
 @pytest.mark.parametrize("published", [medusa.VICUNA_7B_V1_5, medusa.MISTRAL_TGI, medusa.VLLM, medusa.MODELOPT])
 def test_counts_that_a_config_lacks_come_from_the_weights(published, tmp_path):
+    """Report 104; what contradicts the weights is in the tests above."""
     gone = ("medusa_num_heads", "medusa_num_layers", "medusa", "num_heads", "num_hidden_layers")
     tensors = drawn(published)
     heads = load(write(published, tmp_path / "without", tensors, **dict.fromkeys(gone, ...)))

@@ -406,9 +406,10 @@ DOORS, REFUSALS, MODEL, HERE = (
 )
 SEQ2SEQ, VISION, CROSSED = "test_encoder_decoder.py", "test_vision.py", "test_cross_vocabulary.py"
 EXACT, LOOKUP, REAL, RULES = "test_exact.py", "test_prompt_lookup.py", "test_real_model.py", "test_verify.py"
+TRAINED, MEDUSA, LAYOUTS = "test_trained.py", "test_medusa.py", "test_medusa_layouts.py"
 
 # What belongs to parts that do not exist yet.
-HEADS, TRAINING = "trained heads", "training"
+TRAINING = "training"
 
 REPORTS = {
     1: (OUTPUTS, "test_the_shortest_prompts"),
@@ -439,7 +440,7 @@ REPORTS = {
     38: (HERE, "test_report_38_the_smallest_calls_and_an_accepted_end"),
     40: (MODEL, "test_q_is_what_the_draft_was_drawn_from"),
     41: (MODEL, "test_drafts_are_sampled_or_the_most_likely_tokens"),
-    43: HEADS,
+    43: (TRAINED, "test_the_first_tokens_have_the_distribution_of_the_target"),
     44: (MODEL, "test_sampled_text_does_not_depend_on_how_drafts_are_chosen"),
     46: (MODEL, "test_other_seeds_say_other_things_and_the_same_seed_the_same"),
     47: (MODEL, "test_other_seeds_say_other_things_and_the_same_seed_the_same"),
@@ -479,10 +480,10 @@ REPORTS = {
     98: (HERE, "test_report_98_copies_that_are_almost_right_change_no_text"),
     100: (LOOKUP, "test_report_100_nothing_leaks_between_calls"),
     101: (LOOKUP, "test_report_101_a_repetitive_prompt_is_drafted_from"),
-    103: HEADS,
-    104: HEADS,
-    106: HEADS,
-    107: HEADS,
+    103: (LAYOUTS, "test_every_published_layout_loads_into_the_right_modules_and_drafts"),
+    104: (LAYOUTS, "test_counts_that_a_config_lacks_come_from_the_weights"),
+    106: (MEDUSA, "test_each_row_of_a_batch_is_what_it_is_alone"),
+    107: ("test_states.py", "test_a_session_is_shown_every_state_once_and_in_order"),
     109: (MODEL, "test_beyond_the_drafter_s_positions_rows_are_decoded_plainly"),
     110: (MODEL, "test_beyond_the_drafter_s_positions_rows_are_decoded_plainly"),
     112: (STOPS, "test_rows_that_end_early_are_filled_up_with_padding"),
@@ -491,7 +492,7 @@ REPORTS = {
     116: (HERE, "test_report_116_positions_follow_the_mask_in_every_round"),
     118: TRAINING,
     119: TRAINING,
-    121: HEADS,
+    121: (MEDUSA, "test_sizes_come_from_the_config_and_heads_without_weights_are_refused"),
     122: TRAINING,
     124: TRAINING,
     125: TRAINING,

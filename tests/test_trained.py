@@ -8,6 +8,9 @@ from typing import Any
 import heads
 import pytest
 import tiny
+import torch
+from heads import babble, speaker
+from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
 import hf_specgen as sg
@@ -36,3 +39,44 @@ def test_the_first_tokens_have_the_distribution_of_the_target(rule, method):
 @pytest.mark.parametrize("method", METHODS)
 def test_another_q_than_was_drawn_from_would_show(rule, method):
     assert tiny.misfit(target(), heads.Misquoting(drafter(method)), rule, rows=4000) > tiny.FITS
+
+
+def trained(method: str, steps: int = 150) -> sg.EagleHead:
+    """A head that learned the language of `babble`, two steps deep into its own guesses (training-time test)."""
+    model = speaker()
+    token_map = None if method == "eagle" else list(range(1, 18))  # all ids that are ever said
+    head = sg.EagleHead.fresh(
+        model, method, feature_layers=None if method == "eagle" else [0, 1, -1], token_map=token_map
+    )
+    optimizer = torch.optim.Adam(head.parameters(), lr=5e-3)
+    for step in range(steps):
+        texts = babble(16, 32, 1000 + step)
+        with torch.no_grad():
+            hidden = model(texts, output_hidden_states=True).hidden_states
+            states = torch.cat([hidden[layer] for layer in head.config.layers_of(2)], dim=-1)
+            embeds = model.get_input_embeddings()(texts[:, 1:-1])
+        features, loss = head.fuse(states[:, :-2]), torch.zeros(())
+        lm_head = model.lm_head if token_map is None else head.lm_head
+        for ahead in range(2):
+            output = head(embeds[:, ahead:], features)
+            follows = texts[:, 2 + ahead :] - (0 if token_map is None else 1)
+            loss = loss + cross_entropy(lm_head(output.hidden).flatten(0, 1), follows.flatten())
+            features = output.features[:, :-1]
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return head.eval()
+
+
+@pytest.mark.parametrize("method", ["eagle", "eagle3"])
+def test_a_head_trained_for_seconds_reaches_two_tokens_a_round(method):
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        head = trained(method)
+    prompts = babble(2, 10, 5)
+    kwargs = {"max_new_tokens": 64, "do_sample": False, "return_dict_in_generate": True, "num_assistant_tokens": 4}
+    plain = speaker().generate(prompts, assistant=sg.Plain(), **kwargs)
+    for top_k in (1, 4):
+        output = speaker().generate(prompts, assistant=sg.Eagle(head, top_k=top_k), **kwargs)
+        assert torch.equal(output.sequences, plain.sequences)
+        assert output.speculation.mean_accepted_tokens >= 2.0
