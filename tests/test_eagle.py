@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import families
 import pytest
 import tiny
 import torch
@@ -19,6 +20,8 @@ from tiny import ONE, RAGGED, VOCAB, Prompt, Scripted
 from torch import Tensor
 from transformers import (
     DynamicCache,
+    GraniteConfig,
+    GraniteForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     LogitsProcessorList,
@@ -32,8 +35,10 @@ from two_devices import AWAY, HERE, TwoDevices, send_away
 import hf_specgen as sg
 from hf_specgen.draft import Context, Draft, Limit, Request
 from hf_specgen.drafters.eagle import EagleSession
+from hf_specgen.drafters.scoring import target_logits
 from hf_specgen.heads.eagle import EagleConfig, EagleHead
 
+SHAPES = pytest.mark.parametrize("shape", ["chain", "tree"])
 HOT = {"do_sample": True, "temperature": 3.0, "top_k": 0, "repetition_penalty": 1.3, "seed": 3}
 
 
@@ -100,6 +105,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "qk_nope_head_dim": 4,
         "qk_rope_head_dim": 8,
         "v_head_dim": 6,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10_000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 8,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+        },
     },
     "eagle3-window": {"use_fc": False, "sliding_window": 5, "num_hidden_layers": 2},
 }
@@ -135,7 +148,9 @@ class Reference:
         """`(vocab,)` of what follows the ids and a drafted path."""
         hidden = self.behind(path)[0]
         if not self.config.own_lm_head:
-            return self.model.lm_head.weight @ hidden
+            said = self.model.lm_head.weight @ hidden
+            granite = self.model.config.model_type == "granite" and self.config.method == "eagle"
+            return said / self.model.config.logits_scaling if granite else said
         mine = self.weights["lm_head.weight"] @ hidden
         whole = torch.full((VOCAB,), -torch.inf, dtype=mine.dtype)
         for i, value in enumerate(mine):
@@ -178,13 +193,15 @@ class Reference:
     def layer(self, i: int, residual: Tensor, x: Tensor) -> Tensor:
         name, length, heads = f"layers.{i}", len(x), self.config.num_attention_heads
         q, k, v = (self.latent if self.config.kv_lora_rank else self.plain)(f"{name}.self_attn", x)
-        shared = heads // k.shape[1]
+        shared, scale = heads // k.shape[1], 1 / math.sqrt(q.shape[-1])
+        if self.config.kv_lora_rank:
+            scale *= (0.1 * math.log(4.0) + 1) ** 2  # YaRN's
         mixed = torch.zeros(length, heads, v.shape[-1], dtype=x.dtype)
         for at in range(length):
             first = 0 if self.config.sliding_window is None else max(0, at - self.config.sliding_window + 1)
             for one in range(heads):
                 of = one // shared
-                scores = k[first : at + 1, of] @ q[at, one] / math.sqrt(q.shape[-1])
+                scores = k[first : at + 1, of] @ q[at, one] * scale
                 mixed[at, one] = scores.softmax(0) @ v[first : at + 1, of]
         x = residual + self.linear(mixed.view(length, -1), f"{name}.self_attn.o_proj")
         y = self.norm(x, f"{name}.post_attention_layernorm")
@@ -215,7 +232,13 @@ class Reference:
 
     def turned(self, x: Tensor) -> Tensor:
         half = x.shape[-1] // 2
-        angles = torch.outer(torch.arange(len(x)).double(), 10_000.0 ** -(torch.arange(half).double() / half))
+        speeds = 10_000.0 ** -(torch.arange(half).double() / half)
+        if self.config.kv_lora_rank:
+            # YaRN: of 8 tokens the first column turns more than once, the last ones much less.
+            place = half * math.log(8 / (2 * math.pi)) / math.log(10_000.0)
+            slowed = (torch.arange(half).double() / math.ceil(place)).clamp(max=1)
+            speeds = speeds * (1 - slowed) + speeds / 4.0 * slowed
+        angles = torch.outer(torch.arange(len(x)).double(), speeds)
         turned = torch.complex(*x.split(half, -1)) * torch.polar(torch.ones_like(angles), angles).unsqueeze(1)
         return torch.cat([turned.real, turned.imag], -1)
 
@@ -335,7 +358,7 @@ def check_round(asked: Asked, drafter: sg.Eagle, model: Any, processors: LogitsP
         assert all(abs(found[path] - chance) < 1e-4 for path, chance in expected.items())
 
 
-@pytest.mark.parametrize("shape", ["chain", "tree"])
+@SHAPES
 @pytest.mark.parametrize("mode", ["greedy", "sampled"])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_drafts_are_those_of_a_reference_that_computes_everything_anew(variant, mode, shape):
@@ -354,6 +377,86 @@ def test_drafts_are_those_of_a_reference_that_computes_everything_anew(variant, 
     assert len(shadow.asked) > 3
     for asked in shadow.asked:
         check_round(asked, drafter, model, processors)
+
+
+# Targets that do something to what their LM head says
+
+
+@functools.cache
+def multiplied() -> Any:
+    """A Granite, which multiplies its embeddings and divides what its LM head says."""
+    with torch.random.fork_rng():
+        torch.manual_seed(5)
+        config = GraniteConfig(**tiny._sizes(num_hidden_layers=4), logits_scaling=4.0, embedding_multiplier=3.0)
+        return sg.enable(tiny.sharpen(GraniteForCausalLM(config)))
+
+
+@SHAPES
+@pytest.mark.parametrize("variant", ["eagle", "eagle3-residual"])
+def test_a_borrowed_lm_head_is_read_as_the_target_reads_it_for_a_head_that_makes_its_states(variant, shape):
+    prompt = Prompt.random((11, 18), (3, 13))
+    head = head_of(variant)
+    shadow = Shadowed(sg.Eagle(head, top_k=4 if shape == "tree" else 1, nodes=9))
+    kwargs = {"do_sample": True, "temperature": 3.0, "top_k": 0, "seed": 3, "num_assistant_tokens": 3}
+    rows, _ = assisted(multiplied(), prompt, shadow, **kwargs)
+    assert rows == assisted(multiplied(), prompt, sg.Plain(), **kwargs)[0]
+    assert len(shadow.asked) > 3
+    for asked in shadow.asked:
+        check_round(asked, shadow.drafter, multiplied(), LogitsProcessorList([TemperatureLogitsWarper(3.0)]))
+
+
+FINISHED: dict[str, dict[str, float]] = {
+    "cohere": {"logit_scale": 0.25},
+    "falcon_h1": {"lm_head_multiplier": 0.5},
+    "gemma2": {"final_logit_softcapping": 3.0},
+    "granite": {"logits_scaling": 8.0},
+    "hyperclovax": {"logits_scaling": 8.0},
+    "inkling_text": {"logits_mup_width_multiplier": 2.0},
+    "minicpm3": {"dim_model_base": 8},
+    "mpt": {"logit_scale": 0.25},
+    "recurrent_gemma": {"logits_soft_cap": 3.0},
+    "xlstm": {"output_logit_soft_cap": 3.0},
+}
+
+
+@torch.no_grad()
+def finished(model: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """What its LM head says of the last states, what `target_logits` makes of it, and the logits it returns."""
+    out = model(torch.tensor([[5, 6, 7, 8, 9, 10]]), output_hidden_states=True)
+    lm_head = model.get_output_embeddings()
+    said = lm_head(out.hidden_states[-1].to(lm_head.weight.dtype))
+    return said, target_logits(said, model.config.get_text_config(decoder=True)), out.logits
+
+
+@pytest.mark.parametrize("family", FINISHED)
+def test_logits_are_finished_as_the_family_does(family):
+    made, known = families._causal(family)
+    for name, value in FINISHED[family].items():
+        setattr(known, name, value)
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        said, ours, theirs = finished(families.sharpen(made(known), family))
+    assert torch.allclose(ours, theirs.to(ours.dtype), rtol=1e-3, atol=1e-3)
+    assert family == "mpt" or not torch.allclose(said, theirs.to(said.dtype), rtol=1e-2, atol=1e-2)
+
+
+# Encoders, whose LM head is more than one matrix, and what shows other states than its LM head reads.
+UNLIKE = {
+    *("bert", "big_bird", "camembert", "data2vec-text", "electra", "ernie", "megatron-bert", "reformer", "rembert"),
+    *("roberta", "roberta-prelayernorm", "roc_bert", "roformer", "xlm-roberta", "xlm-roberta-xl", "xmod"),
+    *("gemma3n_text", "modernbert-decoder", "prophetnet"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", [name for name in families.CAUSAL if name not in UNLIKE])
+def test_no_family_finishes_logits_in_a_way_that_is_not_known(family):
+    try:
+        model = families.build(f"{family}-causal" if family in families.SEQ2SEQ else family)
+    except families.NotBuiltError as error:
+        pytest.skip(f"no tiny model: {error}")
+    _, ours, theirs = finished(model)
+    assert torch.allclose(ours, theirs.to(ours.dtype), rtol=1e-3, atol=1e-3)
 
 
 # Heads that are never wrong
@@ -473,7 +576,6 @@ PERFECT: dict[str, tuple[Callable[[], Any], Callable[[], EagleHead]]] = {
     "copied": (windowed, copied),
 }
 LONG = {"one": Prompt.random((14, 9)), "ragged": Prompt.random((9, 1), (21, 2), (13, 3))}
-SHAPES = pytest.mark.parametrize("shape", ["chain", "tree"])
 DEPTH, ROUNDS, WORSE = 5, 4, 6
 WARM = {"do_sample": True, "temperature": 1.2, "top_k": 0, "seed": 3}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+import math
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +68,7 @@ def target(hidden_size: int) -> PreTrainedModel:
 def test_loads_whole_and_in_its_own_precision(layout: Published, tmp_path: Path) -> None:
     head = loaded(layout, tmp_path)
     assert not any(parameter.isnan().any() or parameter.is_meta for parameter in head.parameters())
-    dtypes = {dtype for key, (dtype, _) in layout.tensors.items() if key.endswith("q_proj.weight")}
+    dtypes = {dtype for key, (dtype, _) in layout.tensors.items() if key.endswith("o_proj.weight")}
     assert {str(parameter.dtype).removeprefix("torch.") for parameter in head.parameters()} == dtypes
     assert head.rotary_emb.inv_freq.dtype == torch.float32
     assert not head.training
@@ -133,30 +134,77 @@ class Reference:
         scaled = x / (x.pow(2).mean(-1, keepdim=True) + self.eps).sqrt()
         return scaled * self.values[expected(self.layout, name + ".weight")].double()
 
-    def rotated(self, x: Tensor, theta: float) -> Tensor:
-        """Of `(length, heads, size)`."""
+    def rotated(self, x: Tensor) -> Tensor:
+        """Of `(length, heads, size)`; column i turns with column i + size / 2."""
         half = x.shape[-1] // 2
-        turns = torch.arange(len(x)).double()[:, None] * theta ** (-torch.arange(half).double() / half)
+        turns = torch.arange(len(x)).double()[:, None] * torch.tensor(self.frequencies(half)).double()
         cos, sin = turns.cos()[:, None], turns.sin()[:, None]
         return torch.cat([x[..., :half] * cos - x[..., half:] * sin, x[..., half:] * cos + x[..., :half] * sin], -1)
+
+    def frequencies(self, half: int) -> list[float]:
+        """Of the turns; slow ones are slowed down further by YaRN (arXiv 2309.00071, with DeepSeek's rounding)."""
+        theta = self.config.get("rope_theta") or self.config.get("rope_parameters", {}).get("rope_theta", 10000.0)
+        plain = [float(theta) ** (-i / half) for i in range(half)]
+        yarn = self.yarn()
+        if yarn is None:
+            return plain
+
+        def place(turns: float) -> float:
+            return half * math.log(yarn["original_max_position_embeddings"] / (turns * 2 * math.pi)) / math.log(theta)
+
+        low, high = max(math.floor(place(yarn["beta_fast"])), 0), min(math.ceil(place(yarn["beta_slow"])), 2 * half - 1)
+        slowed = [min(max((i - low) / ((high - low) or 0.001), 0.0), 1.0) for i in range(half)]
+        return [f * (1 - part) + f / yarn["factor"] * part for f, part in zip(plain, slowed, strict=True)]
+
+    def yarn(self) -> dict[str, Any] | None:
+        scaling = self.config.get("rope_scaling") or {}
+        return scaling if scaling.get("type") == "yarn" else None
 
     def attention(self, layer: int, x: Tensor) -> Tensor:
         name = f"layers.{layer}.self_attn"
         heads = self.config["num_attention_heads"]
-        q, k, v = (self.linear(f"{name}.{kind}_proj", x) for kind in "qkv")
-        size = q.shape[1] // heads
-        q, k, v = (y.view(len(x), -1, size) for y in (q, k, v))
-        if f"{name}.q_norm.weight" in self:
-            q, k = self.norm(f"{name}.q_norm", q), self.norm(f"{name}.k_norm", k)
-        theta = self.config.get("rope_theta") or self.config.get("rope_parameters", {}).get("rope_theta", 10000.0)
-        q, k = self.rotated(q, theta), self.rotated(k, theta)
-        out = torch.zeros_like(q)
+        q, k, v = (self.latent if f"{name}.kv_b_proj.weight" in self else self.plain)(name, x)
+        scale = q.shape[-1] ** -0.5
+        if yarn := self.yarn():
+            scale *= (0.1 * yarn["mscale_all_dim"] * math.log(yarn["factor"]) + 1) ** 2
+        out = torch.zeros(len(x), heads, v.shape[-1], dtype=x.dtype)
         for head in range(heads):
             shared = head * k.shape[1] // heads
-            scores = q[:, head] @ k[:, shared].T / size**0.5
+            scores = q[:, head] @ k[:, shared].T * scale
             scores = scores.masked_fill(torch.ones(len(x), len(x)).triu(1).bool(), -torch.inf)
             out[:, head] = scores.softmax(-1) @ v[:, shared]
         return self.linear(f"{name}.o_proj", out.flatten(1))
+
+    def plain(self, name: str, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = (self.linear(f"{name}.{kind}_proj", x) for kind in "qkv")
+        size = q.shape[1] // self.config["num_attention_heads"]
+        q, k, v = (y.view(len(x), -1, size) for y in (q, k, v))
+        if f"{name}.q_norm.weight" in self:
+            q, k = self.norm(f"{name}.q_norm", q), self.norm(f"{name}.k_norm", k)
+        return self.rotated(q), self.rotated(k), v
+
+    def latent(self, name: str, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """DeepSeek-V2's multi-head latent attention (arXiv 2405.04434, appendix C); even columns turn with odd ones."""
+        heads, config = self.config["num_attention_heads"], self.config
+        if f"{name}.q_proj.weight" in self:
+            q = self.linear(f"{name}.q_proj", x)
+        else:
+            q = self.linear(f"{name}.q_b_proj", self.norm(f"{name}.q_a_layernorm", self.linear(f"{name}.q_a_proj", x)))
+        joined = self.linear(f"{name}.kv_a_proj_with_mqa", x)
+        held, turned = joined[:, : config["kv_lora_rank"]], joined[:, config["kv_lora_rank"] :]
+        kv = self.linear(f"{name}.kv_b_proj", self.norm(f"{name}.kv_a_layernorm", held)).view(len(x), heads, -1)
+        q, still = q.view(len(x), heads, -1), config["qk_nope_head_dim"]
+
+        def paired(y: Tensor) -> Tensor:
+            even_odd = y if config.get("rope_interleave") is False else torch.cat([y[..., ::2], y[..., 1::2]], -1)
+            return self.rotated(even_odd)
+
+        shared = paired(turned[:, None]).expand(-1, heads, -1)
+        return (
+            torch.cat([q[..., :still], paired(q[..., still:])], -1),
+            torch.cat([kv[..., :still], shared], -1),
+            kv[..., still:],
+        )
 
     def layer(self, layer: int, residual: Tensor, attended: Tensor) -> Tensor:
         hidden, name = residual + attended, f"layers.{layer}"
@@ -204,8 +252,11 @@ class Reference:
 
 @EVERY
 def test_runs_as_its_source_does(layout: Published, tmp_path: Path) -> None:
-    head = loaded(layout, tmp_path).double()
-    config = head.config
+    check_forward(loaded(layout, tmp_path), layout)
+
+
+def check_forward(head: EagleHead, layout: Published) -> None:
+    head, config = head.double(), head.config
     generator = torch.Generator().manual_seed(1)
     embeds = torch.randn(7, config.hidden_size, generator=generator, dtype=torch.float64)
     states = torch.randn(7, config.sources * int(config.target_hidden_size or 0), generator=generator).double()
@@ -253,8 +304,10 @@ def test_drafts_on_a_target_of_its_size(name: str, rows: tiny.Prompt, tmp_path: 
         # An id within eagle_config is the layer whose output is read ...
         (layouts.MODELOPT, [2, 4, 5]),
         (layouts.SGLANG_2, [2, 3, 4, 5]),
+        (layouts.MODELOPT_MLA, [2, 4, 5]),
         # ... but for lists that begin as the original's layers do, and at the top it is an index.
         (layouts.SPECFORGE_KIMI, [2, 4, 5]),
+        (layouts.TORCHSPEC_MLA_31, [2, 4, 5]),
         (layouts.SPECULATORS_QWEN3, [2, 4, 5]),
         (layouts.MODELOPT_FINAL_STATE, [-1]),
     ],
@@ -319,6 +372,42 @@ def test_scaled_rotation_is_read_from_either_field(tmp_path: Path) -> None:
     assert old == new == {**scaling, "rope_theta": 5e5}
 
 
+LATENT = layouts.MODELOPT_MLA
+Q_A, Q_B = (f"layers.0.self_attn.q_{part}" for part in ("a_proj.weight", "b_proj.weight"))
+# In DeepSeek-V2-Lite's manner: queries that are not compressed.
+UNCOMPRESSED = with_tensors(
+    without(LATENT, Q_A, Q_B, "layers.0.self_attn.q_a_layernorm.weight"),
+    **{"layers.0.self_attn.q_proj.weight": ("bfloat16", (12288, 14336))},
+)
+LATENTS: dict[str, tuple[Published, dict[str, Any]]] = {
+    "queries that are not compressed": (UNCOMPRESSED, {"q_lora_rank": None}),
+    "half by half": (LATENT, {"rope_interleave": False}),
+    "another mscale": (
+        LATENT,
+        {"rope_scaling": {**LATENT.config["rope_scaling"], "mscale": 0.7, "mscale_all_dim": 0.7}},
+    ),
+    "a fast and a slow beta": (layouts.TORCHSPEC_MLA_31, {"original_max_position_embeddings": 4096}),
+    "heads of a target": (LATENT, {"num_key_value_heads": 1, "head_dim": 7}),
+    "biases": (
+        with_tensors(
+            LATENT,
+            **{
+                f"layers.0.self_attn.{name}.bias": ("bfloat16", (size,))
+                for name, size in (("q_a_proj", 1536), ("kv_a_proj_with_mqa", 576), ("o_proj", 7168))
+            },
+        ),
+        {},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", LATENTS)
+def test_variants_of_latent_attention_run_as_their_sources_do(case: str, tmp_path: Path) -> None:
+    layout, config = LATENTS[case]
+    layout = dataclasses.replace(layout, config={**layout.config, **config}, sizes={**layout.sizes, **config})
+    check_forward(loaded(layout, tmp_path), layout)
+
+
 def test_one_midlayer_is_one_layer_whatever_the_config_copied(tmp_path: Path) -> None:
     assert loaded(layouts.SPECFORGE_HF, tmp_path).config.num_hidden_layers == 1
 
@@ -357,7 +446,7 @@ def test_the_mask_decides_between_offsets_and_ids(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("layout", layouts.REFUSED, ids=lambda layout: layout.name)
 def test_known_variants_that_cannot_run_are_refused_by_name(layout: Published, tmp_path: Path) -> None:
-    kind = {"modelopt-kimi-k2": "multi-head latent attention", "speculators-peagle": "P-EAGLE"}[layout.name]
+    kind = {"speculators-peagle": "P-EAGLE"}[layout.name]
     with pytest.raises(ValueError, match=kind):
         read_head(opened(layout, tmp_path))
 
@@ -367,8 +456,9 @@ def test_known_variants_that_cannot_run_are_refused_by_name(layout: Published, t
     [
         ({"architectures": ["LlamaForCausalLMEagle4"]}, "EAGLE-4"),
         ({"partial_rotary_factor": 0.5}, "partial rotary"),
+        ({"mla_use_nope": True}, "latent attention that is not rotated"),
     ],
-    ids=["eagle-4", "rotary"],
+    ids=["eagle-4", "rotary", "nope"],
 )
 def test_variants_told_by_the_config_are_refused_by_name(config: dict[str, Any], kind: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=kind):
@@ -405,6 +495,14 @@ CONTRADICTIONS: dict[str, tuple[Published, dict[str, Any], str]] = {
     "bias": (layouts.EAGLE_LLAMA3, {"bias": True}, r"lacks fc\.bias"),
     "norm": (layouts.SPECFORGE, {"norm_before_fc": True}, r"lacks input_norm\.weight"),
     "windows": (layouts.MODELOPT_2, {"layer_types": ["sliding_attention", "full_attention"]}, "windows in some"),
+    "latent rank": (
+        layouts.MODELOPT_MLA,
+        {"kv_lora_rank": 11},
+        r"kv_a_proj_with_mqa\.weight has .*\(16, 64\).*\(15, 64\)",
+    ),
+    "no query rank": (layouts.MODELOPT_MLA, {"q_lora_rank": None}, r"lacks layers\.0\.self_attn\.q_proj\.weight; left"),
+    "no latent rank": (layouts.MODELOPT_MLA, {"kv_lora_rank": None}, "does not say kv_lora_rank"),
+    "no size of values": (layouts.MODELOPT_MLA, {"v_head_dim": None}, "does not say v_head_dim"),
     "no size": (layouts.EAGLE_LLAMA3, {"num_attention_heads": None}, "does not say num_attention_heads"),
 }
 

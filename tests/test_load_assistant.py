@@ -87,7 +87,7 @@ MAKE = {
     "medusa and model": lambda path, target: both(path),
     "own medusa": lambda path, target: saved(MedusaHeads.fresh(target, num_heads=HEADS), path),
     "eagle": lambda path, target: saved(EagleHead.fresh(target, method="eagle"), path),
-    "eagle3": lambda path, target: saved(EagleHead.fresh(target, method="eagle3", feature_layers=[0, 1, 2]), path),
+    "eagle3": lambda path, target: saved(EagleHead.fresh(target, method="eagle3", feature_layers=[0, 1, -1]), path),
     "model": lambda path, target: model_folder(path),
 }
 KIND = {

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from hf_specgen.cache import SlotCache, new_cache
 from hf_specgen.draft import Context, Draft, Limit, Needs, Request
 from hf_specgen.drafters.draft_model import eval_view, refuse_other_ranks
-from hf_specgen.drafters.scoring import Scoring
+from hf_specgen.drafters.scoring import Scoring, target_logits
 from hf_specgen.heads.eagle import EagleHead, EagleOutput
 from hf_specgen.heads.recorded import TargetRecord
 from hf_specgen.prompt import input_device
@@ -172,7 +172,8 @@ class EagleSession:
         self.request = request
         self.device = input_device(head)  # walks through the parameters, so asked once
         config = head.config
-        self.needs = Needs(config.layers_of(target.config.get_text_config(decoder=True).num_hidden_layers))
+        text = target.config.get_text_config(decoder=True)
+        self.needs = Needs(config.layers_of(text.num_hidden_layers))
         self.scoring = Scoring(request, size(target), self.device, drafter.sample)
         self.head_tokens = 0
         lender: Any = target
@@ -185,6 +186,8 @@ class EagleSession:
         # Borrowed modules of a target that is split over ranks must be fed the same on all of them.
         borrows = not (config.own_embeddings and config.own_lm_head)
         self.ranks = Ranks.of(target if borrows else head, self.device, synced_gpus=False)
+        # EAGLE-1 learns the target's own states. Those of EAGLE-3 are learned for what the LM head itself says of them.
+        self._finished_as = text if config.method == "eagle" and not config.own_lm_head else None
         self._to_target = head.to_target
         self._dtype = head.dtype
         self._cache: SlotCache | None = None
@@ -298,6 +301,8 @@ class EagleSession:
     def _logits(self, hidden: Tensor) -> Tensor:
         """`(batch, width, vocab)` over the target's ids; those that the head cannot say have -inf."""
         logits: Tensor = self._lm_head(hidden.to(*self._lm_head_takes)).to(self.device)
+        if self._finished_as is not None:
+            logits = target_logits(logits, self._finished_as)
         if self._to_target is None:
             return logits
         whole = logits.new_full((*logits.shape[:-1], self.scoring.vocabulary), -torch.inf)

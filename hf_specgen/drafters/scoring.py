@@ -9,9 +9,48 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
     from hf_specgen.draft import Context, Request
     from hf_specgen.sampling import Noise
     from hf_specgen.trees import Nodes
+
+# Fields by which some targets multiply what their LM head says, with the power of the factor.
+FACTORS = {
+    "logit_scale": 1,  # Cohere
+    "lm_head_multiplier": 1,  # Falcon-H1
+    "output_multiplier": 1,  # Muse
+    "logits_scaling": -1,  # Granite, MiniCPM3
+    "logits_mup_width_multiplier": -1,  # Inkling
+}
+# Of these model types the fields above mean something else: MPT does not read its own, HyperCLOVA X multiplies.
+OTHERWISE = {"mpt": {"logit_scale": 0}, "hyperclovax": {"logits_scaling": 1}}
+# Fields with the largest logit that there can be; greater ones are bent down to it.
+CAPS = (
+    "final_logit_softcapping",  # Gemma 2 and later, NanoChat, Mistral Large 4, ...
+    "logits_soft_cap",  # RecurrentGemma
+    "output_logit_soft_cap",  # xLSTM
+)
+
+
+def target_logits(logits: Tensor, config: PreTrainedConfig) -> Tensor:
+    """What a target makes of its LM head's output for a state that is its own, or meant to be.
+
+    Order and so greedy drafts stay as they are; distributions and confidences would be too sharp or too flat without.
+
+    Args:
+        logits: `(..., vocab)` as the LM head says them.
+        config: the target's text config.
+    """
+    for field, power in {**FACTORS, **OTHERWISE.get(config.model_type, {})}.items():
+        factor: float | None = getattr(config, field, None)
+        if power and factor is not None:
+            logits = logits * factor**power
+    for field in CAPS:
+        cap: float | None = getattr(config, field, None)
+        if cap is not None:
+            logits = torch.tanh(logits / cap) * cap
+    return logits
 
 
 class Scoring:

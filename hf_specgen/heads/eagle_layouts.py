@@ -224,9 +224,7 @@ def _refused(checkpoint: Checkpoint, config: Mapping[str, Any]) -> str | None:
         or "peagle" in architectures.lower()
         or any(key.endswith("mask_hidden") for key in keys),
         "an EAGLE-4 head": "Eagle4" in architectures or "efficient_lm_head_config" in whole,
-        "a head with multi-head latent attention (as of Kimi-K2 and DeepSeek)": any(
-            ".kv_a_proj_with_mqa." in key for key in keys
-        ),
+        "a head with latent attention that is not rotated (as of Kimi-K3)": bool(config.get("mla_use_nope")),
         "a head with a mixture of experts": any(".experts." in key for key in keys),
         "a MiniCPM EAGLE head, with scaled residuals": any("eagle_layers." in key for key in keys),
         "an EAGLE head by Mistral's own names (eagle_linear)": any("eagle_linear." in key for key in keys),
@@ -320,13 +318,14 @@ def _shape(source: Source) -> dict[str, Any]:
     kinds = set((config.get("layer_types") or ())[:layers])
     if len(kinds) > 1:
         raise source.error(f"its layers are of {', '.join(sorted(kinds))}: windows in some only are not supported")
-    first = "layers.0.self_attn"
+    first, latent = "layers.0.self_attn", _latent(source)
     return {
         "hidden_size": source.get("hidden_size"),
         "intermediate_size": source.get("intermediate_size"),
         "num_hidden_layers": layers,
         "num_attention_heads": source.get("num_attention_heads"),
-        "num_key_value_heads": config.get("num_key_value_heads"),
+        # A latent is expanded to all heads, whatever number was copied from a target's config.
+        "num_key_value_heads": None if latent else config.get("num_key_value_heads"),
         "head_dim": config.get("head_dim"),
         "hidden_act": config.get("hidden_act") or "silu",
         "rms_norm_eps": config.get("rms_norm_eps") or 1e-6,
@@ -336,7 +335,7 @@ def _shape(source: Source) -> dict[str, Any]:
         "draft_vocab_size": draft,
         # Several trainers copy the biases of a target's config and make none: the keys are right.
         "fc_bias": "fc.bias" in keys or config.get("bias") is True,
-        "qkv_bias": f"{first}.q_proj.bias" in keys,
+        "qkv_bias": f"{first}.{'kv_a_proj_with_mqa' if latent else 'q_proj'}.bias" in keys,
         "o_bias": f"{first}.o_proj.bias" in keys,
         "mlp_bias": "layers.0.mlp.gate_proj.bias" in keys,
         "qk_norm": f"{first}.q_norm.weight" in keys,
@@ -348,6 +347,24 @@ def _shape(source: Source) -> dict[str, Any]:
             hidden_size=config.get("target_hidden_size") or config.get("hidden_size"),
             vocab_size=vocabulary,
         ).to_dict(),
+        **latent,
+    }
+
+
+def _latent(source: Source) -> dict[str, Any]:
+    """The fields of multi-head latent attention, as in DeepSeek-V3 and Kimi-K2; none where the keys are of plain one.
+
+    Raises:
+        ValueError: the config does not say them all.
+    """
+    if "layers.0.self_attn.kv_a_proj_with_mqa.weight" not in source.keys:
+        return {}
+    sizes = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    return {
+        **{size: source.get(size) for size in sizes},
+        # Without it queries are not compressed.
+        "q_lora_rank": source.config.get("q_lora_rank"),
+        "rope_interleave": bool(source.config.get("rope_interleave", True)),
     }
 
 
@@ -421,7 +438,7 @@ def _filled(source: Source, config: EagleConfig) -> EagleHead:
             if (name, bool(mapped)) != ("lm_head.weight", True) or theirs[0] != config.vocab_size:
                 raise source.error(f"{keys[name]} has shape {theirs}, and by its config it should have {ours}")
     read = dict(zip(keys, checkpoint.tensors(keys.values()).values(), strict=True))
-    dtype = read["layers.0.self_attn.q_proj.weight"].dtype
+    dtype = read["layers.0.self_attn.o_proj.weight"].dtype
     tensors = {name: read[name].to(dtype) for name in wanted if name != "d2t"}
     if mapped:
         offsets = _offsets(source, config, read[mapped[0]])

@@ -1319,8 +1319,8 @@ SPECULATORS_QWEN3 = Published(
 MODELOPT_MLA = Published(
     name="modelopt-kimi-k2",
     source=(
-        "NVIDIA/Model-Optimizer hf_spec_export.py: KIMIK2_EAGLE_SINGLE_LAYER; default_config.py: "
-        "default_kimik2_eagle_config. Refused: multi-head latent attention."
+        "NVIDIA/Model-Optimizer hf_spec_export.py: KIMIK2_EAGLE_SINGLE_LAYER, "
+        "hf_spec_configs.py: kimik2_eagle_template_config; default_config.py: default_kimik2_eagle_config."
     ),
     config={
         "architectures": ["Eagle3DeepseekV2ForCausalLM"],
@@ -1337,6 +1337,15 @@ MODELOPT_MLA = Published(
         "qk_nope_head_dim": 128,
         "qk_rope_head_dim": 64,
         "rms_norm_eps": 1e-05,
+        "rope_scaling": {
+            "beta_fast": 1.0,
+            "beta_slow": 1.0,
+            "factor": 64.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 4096,
+            "type": "yarn",
+        },
         "rope_theta": 50000.0,
         "tie_word_embeddings": False,
         "torch_dtype": "bfloat16",
@@ -1362,22 +1371,155 @@ MODELOPT_MLA = Published(
         "norm.weight": ("bfloat16", (7168,)),
         "lm_head.weight": ("bfloat16", (163840, 7168)),
     },
+    # Of each of 4 heads 6 columns are not turned, 4 are, and 8 are values.
     sizes={
         7168: 32,
         14336: 64,
         21504: 96,
         18432: 48,
         163840: 96,
-        1536: 24,
-        12288: 96,
-        576: 40,
-        512: 32,
-        16384: 128,
-        8192: 64,
-        64: 8,
-        128: 8,
+        64: 4,
+        12288: 40,
+        16384: 56,
+        8192: 32,
+        1536: 20,
+        576: 16,
+        "q_lora_rank": 20,
+        "kv_lora_rank": 12,
+        "qk_nope_head_dim": 6,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 8,
+        512: 12,
+        "factor": 16.0,
+        "original_max_position_embeddings": 8,
         "eagle_aux_hidden_state_layer_ids": [1, 3, 4],
     },
+)
+
+TORCHSPEC_MLA = Published(
+    name="eagle3-mla-torchspec",
+    source=(
+        "torchspec-project/TorchSpec configs/draft_models/qwen3_8b_eagle3_mla.json: the config; "
+        "torchspec/models/draft/deepseek_eagle.py: module names, those of SpecForge's deepseek_eagle.py too."
+    ),
+    config={
+        "architectures": ["DeepSeekForCausalLMEagle3"],
+        "model_type": "deepseek_v3",
+        "hidden_size": 4096,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+        "num_hidden_layers": 1,
+        "intermediate_size": 12288,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-06,
+        "q_lora_rank": 1536,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "max_position_embeddings": 262144,
+        "rope_theta": 1000000,
+        "rope_scaling": {
+            "type": "yarn",
+            "factor": 64.0,
+            "original_max_position_embeddings": 4096,
+            "beta_fast": 1.0,
+            "beta_slow": 1.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+        },
+        "vocab_size": 151936,
+        "tie_word_embeddings": False,
+    },
+    tensors={
+        "embed_tokens.weight": ("bfloat16", (151936, 4096)),
+        "midlayer.self_attn.q_a_proj.weight": ("bfloat16", (1536, 8192)),
+        "midlayer.self_attn.q_a_layernorm.weight": ("bfloat16", (1536,)),
+        "midlayer.self_attn.q_b_proj.weight": ("bfloat16", (6144, 1536)),
+        "midlayer.self_attn.kv_a_proj_with_mqa.weight": ("bfloat16", (576, 8192)),
+        "midlayer.self_attn.kv_a_layernorm.weight": ("bfloat16", (512,)),
+        "midlayer.self_attn.kv_b_proj.weight": ("bfloat16", (8192, 512)),
+        "midlayer.self_attn.o_proj.weight": ("bfloat16", (4096, 4096)),
+        "midlayer.mlp.gate_proj.weight": ("bfloat16", (12288, 4096)),
+        "midlayer.mlp.up_proj.weight": ("bfloat16", (12288, 4096)),
+        "midlayer.mlp.down_proj.weight": ("bfloat16", (4096, 12288)),
+        "midlayer.hidden_norm.weight": ("bfloat16", (4096,)),
+        "midlayer.input_layernorm.weight": ("bfloat16", (4096,)),
+        "midlayer.post_attention_layernorm.weight": ("bfloat16", (4096,)),
+        "fc.weight": ("bfloat16", (4096, 12288)),
+        "norm.weight": ("bfloat16", (4096,)),
+        "lm_head.weight": ("bfloat16", (151936, 4096)),
+    },
+    # The published shapes have one number for several sizes, so that the tiny ones have too.
+    sizes={
+        4096: 32,
+        8192: 64,
+        12288: 96,
+        151936: 96,
+        32: 4,
+        1536: 20,
+        576: 16,
+        512: 12,
+        "q_lora_rank": 20,
+        "kv_lora_rank": 12,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 8,
+        6144: 48,
+        "factor": 16.0,
+        "original_max_position_embeddings": 8,
+    },
+)
+
+TORCHSPEC_MLA_31 = Published(
+    name="eagle3-mla-kimi-k2.6",
+    source=(
+        "sgl-project/sglang#26506 and srt/models/kimi_k25_eagle3.py: lightseekorg/kimi-k2.6-eagle3.1-mla has fc_norm "
+        "and norm_output, and layers.0.*, embed_tokens, fc, norm and lm_head. That config was not seen: its sizes are "
+        "Kimi-K2's, the draft vocabulary and the values of rope_scaling are guesses."
+    ),
+    config={
+        "architectures": ["Eagle3DeepseekV2ForCausalLM"],
+        "model_type": "kimi_k2",
+        "draft_vocab_size": 163840,
+        "fc_norm": True,
+        "norm_output": True,
+        "hidden_act": "silu",
+        "hidden_size": 7168,
+        "intermediate_size": 18432,
+        "kv_lora_rank": 512,
+        "max_position_embeddings": 262144,
+        "num_attention_heads": 64,
+        "num_hidden_layers": 1,
+        "num_key_value_heads": 64,
+        "q_lora_rank": 1536,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": {
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "factor": 64.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 4096,
+            "type": "yarn",
+        },
+        "rope_theta": 50000.0,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "vocab_size": 163840,
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 30, 58], "use_aux_hidden_state": True},
+    },
+    tensors={
+        "embed_tokens.weight": ("bfloat16", (163840, 7168)),
+        "fc_norm.0.weight": ("bfloat16", (7168,)),
+        "fc_norm.1.weight": ("bfloat16", (7168,)),
+        "fc_norm.2.weight": ("bfloat16", (7168,)),
+        **MODELOPT_MLA.tensors,
+    },
+    sizes={**MODELOPT_MLA.sizes, "factor": 16.0, "eagle_aux_hidden_state_layer_ids": [2, 4, 5]},
 )
 
 SPECULATORS_PEAGLE = Published(
@@ -1468,11 +1610,11 @@ READ = (
     MODELOPT_2,
     SGLANG_2,
     MODELOPT_FINAL_STATE,
+    MODELOPT_MLA,
+    TORCHSPEC_MLA,
+    TORCHSPEC_MLA_31,
     SPECULATORS,
     SPECULATORS_QWEN3,
 )
 # Known, and refused by name.
-REFUSED = (
-    MODELOPT_MLA,
-    SPECULATORS_PEAGLE,
-)
+REFUSED = (SPECULATORS_PEAGLE,)
