@@ -28,6 +28,8 @@ FIRST_DEPTH = 5
 PATIENCE, MOST_PATIENCE = 16, 512
 # How many standard deviations of doubt a cost is given credit for: what was not tried for long gets a try.
 CREDIT = 0.3
+# The most nodes of a tree that a session is asked for, unless one path alone is longer; the fewest of a dear drafter.
+MOST_NODES, FEWEST_NODES = 64, 8
 # What drafting must promise beyond plain decoding: of several estimates the highest is mostly too high.
 MARGIN = 0.03
 
@@ -37,6 +39,10 @@ class Controller(Protocol):
 
     def depth(self) -> int:
         """The longest path to ask for in the coming round; 0 for plain decoding."""
+        ...
+
+    def nodes(self) -> int:
+        """The most nodes of a tree to ask for in the coming round; called after `depth`."""
         ...
 
     def choose(self, draft: Draft) -> Draft:
@@ -87,6 +93,10 @@ class Fixed:
     def depth(self) -> int:
         """See `Controller`."""
         return self.tokens
+
+    def nodes(self) -> int:
+        """As many as there may be."""
+        return MOST_NODES
 
     def choose(self, draft: Draft) -> Draft:
         """All of it."""
@@ -157,6 +167,7 @@ class AutoController:
         self._guesses: list[Guess] = []
         self._promised: list[float] = []
         self._watched: list[list[Watched]] = [[] for _ in range(situation.batch)]
+        self._nodes = MOST_NODES
         self._bushiness = 1.0  # nodes a level, of those of the last draft that were best to be checked
         self._rested, self._patience = 0, PATIENCE
 
@@ -164,13 +175,20 @@ class AutoController:
         """See `Controller`."""
         self._guesses = []
         self._promised = []
+        self._nodes = MOST_NODES
         if not any(self.drafts.seen) and not self.costs.frozen:
             self._asked = min(FIRST_DEPTH, self.most)
         elif self.drafts(self.most) < CHEAP * self._round_s:
             self._asked = self.most
         else:
             self._asked = self._paying_depth()
+            # A dear drafter need not make many more nodes than are checked; the best may come to be more.
+            self._nodes = min(MOST_NODES, max(FEWEST_NODES, 2 * round(self._asked * self._bushiness)))
         return self._asked
+
+    def nodes(self) -> int:
+        """See `Controller`."""
+        return self._nodes
 
     def _paying_depth(self) -> int:
         """For a drafter that costs something: the best depth, if it pays, or if it is time for a try."""

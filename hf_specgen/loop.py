@@ -26,9 +26,6 @@ from hf_specgen.stats import Stats, Step
 from hf_specgen.target import Pass, Target
 from hf_specgen.walk import Decision, Walk
 
-# The most nodes of a tree that a session is asked for, unless one path alone is longer.
-MOST_NODES = 64
-
 
 @dataclass
 class Call:
@@ -140,7 +137,7 @@ def _asked(call: Call, last: Verified) -> Draft:
     deepest = max(depth)
     if deepest == 0:
         return Draft.empty(rows.batch)
-    limit = Limit(depth, nodes=deepest if call.chain else max(deepest, MOST_NODES), chain=call.chain)
+    limit = Limit(depth, nodes=deepest if call.chain else max(deepest, call.controller.nodes()), chain=call.chain)
     noise = call.noise
     if noise is not None and not call.coupled:
         noise = noise.stream("draft", rows.next_positions()[:, 0])

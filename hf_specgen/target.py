@@ -40,6 +40,8 @@ OWN_POSITIONS = frozenset(
 )
 # Kernels that take no 4-D mask.
 MASKLESS_ATTENTION = ("flash", "flex", "paged")
+# Models whose inner layers keep several vectors a token, so that only their last state can be read.
+SEVERAL_STATES = frozenset(["gemma3n", "gemma3n_text", "hy_v4"])
 # Inputs that run along the sequence beside the ids, and how stock continues them: the last value, or zero for text.
 TOKEN_TYPES = {"token_type_ids": True, "mm_token_type_ids": False, "moe_mm_token_type_ids": False}
 
@@ -95,6 +97,12 @@ def why_cropped(model: PreTrainedModel, prompt: Prompt) -> str | None:
     if model.config.model_type == "paligemma" and getattr(config, "layer_types", None):
         return "PaliGemma 2 makes the masks of its kinds of layers by itself"
     return "the attention mask has holes" if prompt.padding() is None else None
+
+
+def _shows_states(model: PreTrainedModel) -> bool:
+    """Whether a model can return its hidden states: by transformers' recording, or by an argument of old."""
+    recorded = any("hidden_states" in (getattr(part, "_can_record_outputs", None) or ()) for part in model.modules())
+    return recorded or "output_hidden_states" in inspect.signature(model.forward).parameters
 
 
 class Target:
@@ -167,14 +175,18 @@ class Target:
         """Has all passes return `Pass.states` of these layers, see `Needs.hidden_layers`.
 
         Raises:
-            ValueError: the model has no such layer.
+            ValueError: the model has no such layer, or does not return its states.
         """
-        config = self.model.config.get_text_config(decoder=True)
+        config, name = self.model.config.get_text_config(decoder=True), type(self.model).__name__
+        if layers and not _shows_states(self.model):
+            raise ValueError(f"{name} does not return its hidden states, which the drafter reads")
         counts = ("num_decoder_layers", "decoder_layers") if self._prefix else ()
         count: int = next((getattr(config, name) for name in counts if hasattr(config, name)), config.num_hidden_layers)
         for layer in layers:
             if not -count - 1 <= layer <= count:
-                raise ValueError(f"hidden_layers holds {layer}, and {type(self.model).__name__} has {count} layers")
+                raise ValueError(f"hidden_layers holds {layer}, and {name} has {count} layers")
+            if config.model_type in SEVERAL_STATES and layer not in (-1, count):
+                raise ValueError(f"the drafter reads hidden states {layer} of {name}, which has not one vector a token")
         self._layers = tuple(layers)
 
     def _output_hidden_states(self) -> bool | list[int]:

@@ -122,12 +122,12 @@ class Growth:
         """
         self._level += 1
         best = log_chances.float().topk(min(self.branches, log_chances.shape[-1]))
-        width = best.indices.shape[-1]
+        children = best.indices.shape[-1]
         batch, proposed = log_chances.shape[0], self._tokens.shape[1]
         # Rounding may leave a logarithm just above 0, and a node is never likelier than its parent.
         logs = best.values.flatten(1).nan_to_num(nan=-torch.inf, neginf=-torch.inf).clamp(max=0.0)
         logs = logs.where(self._level <= self._deepest, -torch.inf)
-        above = torch.arange(log_chances.shape[1], device=logs.device).repeat_interleave(width).expand(batch, -1)
+        above = torch.arange(log_chances.shape[1], device=logs.device).repeat_interleave(children).expand(batch, -1)
         tokens, sums = self._agree(best.indices.flatten(1)), self._sum.gather(1, above) + logs
         self._tokens = torch.cat([self._tokens, tokens], dim=1)
         self._parents = torch.cat([self._parents, self._place.gather(1, above)], dim=1)
@@ -135,6 +135,9 @@ class Growth:
         self._sums = torch.cat([self._sums, sums], dim=1)
         chosen = self._agree(sums.topk(min(self.width, sums.shape[1])).indices)
         self._sum = sums.gather(1, chosen)
+        if sums.device.type == "cpu":  # elsewhere it is not worth a read to leave out places without a node
+            living = max(1, int((self._sum > -torch.inf).sum(1).max()))
+            chosen, self._sum = chosen[:, :living], self._sum[:, :living]
         parents = self._beam_place.gather(1, above.gather(1, chosen)).where(self._sum > -torch.inf, -1)
         beam = self.beam
         self._place = proposed + 1 + chosen

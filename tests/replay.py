@@ -21,7 +21,6 @@ from typing import Any
 
 from hf_specgen.draft import Context, Draft, Limit, Request, Verified
 from hf_specgen.length import Length, Situation, within
-from hf_specgen.loop import MOST_NODES
 from hf_specgen.stats import Step
 
 DATA = Path(__file__).parent / "data"
@@ -76,7 +75,7 @@ def replay(text: Text, drafter: Any, length: Length, seconds: Callable[[int], fl
     spent = 0.0
     while (done := len(ids) - len(text.prompt)) < len(answer):
         depth = within(controller.depth(), [len(answer) - done])
-        limit = Limit(depth, max(MOST_NODES, *depth), chain=False)
+        limit = Limit(depth, max(controller.nodes(), *depth), chain=False)
         proposed = session.propose(Context([ids], [len(ids)], last=last), limit) if any(depth) else Draft.empty(1)
         checked = controller.choose(proposed)
         path = _walk(checked, answer[done:])

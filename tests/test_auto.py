@@ -122,6 +122,9 @@ def test_widths_change_within_a_call_and_the_text_does_not():
             self.calls += 1
             return (0, 5, 1, 8)[self.calls % 4]
 
+        def nodes(self):
+            return 64
+
         def choose(self, draft):
             keep = (self.calls // 4) % 3
             if keep == 0 or not draft.nodes:

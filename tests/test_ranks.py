@@ -263,6 +263,9 @@ class Moody:
     def depth(self) -> int:
         return self.chance.randrange(6)
 
+    def nodes(self) -> int:
+        return 64
+
     def choose(self, draft: sg.Draft) -> sg.Draft:
         return draft
 

@@ -41,6 +41,23 @@ def test_another_q_than_was_drawn_from_would_show(rule, method):
     assert tiny.misfit(target(), heads.Misquoting(drafter(method)), rule, rows=4000) > tiny.FITS
 
 
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+@pytest.mark.parametrize("kind", ["head", "model"])
+def test_a_drafter_that_can_say_nothing_that_is_allowed_biases_nothing(rule, kind):
+    # 0 is what is drafted where nothing can be drawn.
+    allowed = [0, 7, 9] if kind == "head" else [91, 93, 95]
+    head = sg.EagleHead.fresh(target(), feature_layers=[0, 1, -1], token_map=[1, 2, 3, 5]).eval()
+    drafter = sg.Eagle(head) if kind == "head" else sg.DraftModel(tiny.llama(vocab_size=90))
+    suppressed = [token for token in range(tiny.VOCAB) if token not in allowed]
+    ids = torch.tensor([tiny.ONE.rows[0]] * 600)
+    kwargs = {"do_sample": True, "temperature": 60.0, "suppress_tokens": suppressed, "seed": 11, "max_new_tokens": 3}
+    drawn = target().generate(ids, assistant=drafter, acceptance=rule, **kwargs)[:, -3:]
+    for place in drawn.T.tolist():
+        # At such a temperature all three are nearly alike: 200 each, and a count has a deviation of 12.
+        assert min(place.count(token) for token in allowed) > 140
+        assert sum(place.count(token) for token in allowed) == 600
+
+
 def trained(method: str, steps: int = 150) -> sg.EagleHead:
     """A head that learned the language of `babble`, two steps deep into its own guesses (training-time test)."""
     model = speaker()

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
     from hf_specgen.draft import Context, Request
-    from hf_specgen.sampling import Noise
+    from hf_specgen.sampling import Noise, Processors
     from hf_specgen.trees import Nodes
 
 # Fields by which some targets multiply what their LM head says, with the power of the factor.
@@ -63,6 +63,7 @@ class Scoring:
         sample: draw where the target samples, or always take the most likely token.
 
     Attributes:
+        drawn_from: the accept rule divides by the probabilities that drafts are drawn from.
         reads_prefix: some processor looks at the drafted ids, so that these are needed on the host.
     """
 
@@ -71,6 +72,7 @@ class Scoring:
         self.vocabulary = vocabulary
         self.device = device
         self.sample = sample
+        self.drawn_from = request.wants_probs and request.sampled and sample
         self.reads_prefix = self.processors is not None and not self.processors.pure
 
     def __call__(self, logits: Tensor, ids: Sequence[Sequence[int]], paths: Sequence[list[list[int]]]) -> Tensor:
@@ -86,17 +88,23 @@ class Scoring:
             missing = self.vocabulary - logits.shape[-1]  # negative: the drafter's table is the longer one
             logits = torch.nn.functional.pad(logits, (0, missing), value=-torch.inf)
         processors = self.processors
-        if processors is None or processors.empty:
-            return logits
-        logits = logits.clone()  # processors may write into it
-        if processors.pure:
-            return processors.warp(logits)
+        if processors is not None and not processors.empty:
+            logits = logits.clone()  # processors may write into it
+            if processors.pure:
+                logits = processors.warp(logits)
+            else:
+                self._in_context(processors, logits, ids, paths)
+        return _drawable(logits) if self.drawn_from else logits
+
+    def _in_context(
+        self, processors: Processors, logits: Tensor, ids: Sequence[Sequence[int]], paths: Sequence[list[list[int]]]
+    ) -> None:
+        """Runs processors that look at the prefix, node by node, into `logits`."""
         for row, decided in enumerate(ids):
             apart = processors.row(row)
             for node in range(logits.shape[1]):
                 prefix = torch.tensor([[*decided, *paths[row][node]]], device=logits.device)
                 logits[row, node] = apart(prefix, logits[row, node : node + 1])[0]
-        return logits
 
     def noise(self, context: Context, step: int, nodes: int) -> Noise | None:
         """The noise of the tokens `step` places after the next one; None where drafts are the most likely tokens.
@@ -134,3 +142,12 @@ class Scoring:
                 along.append([*along[max(parent, 0)], token])
             paths.append(along[-count:])
         return paths
+
+
+def _drawable(scores: Tensor) -> Tensor:
+    """Scores that can be drawn from: where a drafter has nothing to say that the processors allow, anything will do.
+
+    A rule that divides by q is exact for every q that is a distribution, and for none that is NaN.
+    """
+    scores = scores.where(scores.isfinite(), -torch.inf)
+    return scores.where(scores.isfinite().any(-1, keepdim=True), 0.0)
