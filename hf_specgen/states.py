@@ -38,20 +38,14 @@ class States:
             if passed.is_prompt:
                 self._rows[row].append(states[-prompt_lengths[row] :])
             elif path is not None:
-                ahead = list(path) == list(range(1, len(path) + 1))
-                places = [0, *path]
-                self._rows[row].append(
-                    states[: len(places)] if ahead else states[torch.tensor(places, device=states.device)]
-                )
+                # Copied: a view would keep the whole pass alive, nodes that were rejected and other rows included.
+                self._rows[row].append(states[torch.tensor([0, *path], device=states.device)])
 
     def hand_over(self) -> list[Tensor] | None:
         """For each row `(new, size)` what came since the last time; None where no states were read."""
         if not self._rows:
             return None
-        handed = [torch.cat(parts) if len(parts) != 1 else parts[0] for parts in self._rows if parts]
-        if len(handed) < len(self._rows):
-            like = next(iter(handed))[:0]
-            whole = iter(handed)
-            handed = [next(whole) if parts else like for parts in self._rows]
+        none = next(states for parts in self._rows for states in parts)[:0]
+        handed = [parts[0] if len(parts) == 1 else torch.cat([none, *parts]) for parts in self._rows]
         self._rows = [[] for _ in self._rows]
         return handed

@@ -220,7 +220,7 @@ def test_drafters_that_cannot_be_rolled_back(model, make, message):
     ("assistant", "message"),
     [
         (3, "assistant=3 is not a drafter such as"),
-        ("auto-please", "assistant='auto-please' is not a drafter such as"),
+        ("auto-please", "there is no file or folder 'auto-please', and no hub repository"),
         ([sg.Plain()], "is not a drafter such as"),
         (sg.PromptLookup, "assistant=<class .*PromptLookup'> is not a drafter such as"),
         (LlamaForCausalLM, "assistant=<class .*LlamaForCausalLM'> is not a drafter such as"),

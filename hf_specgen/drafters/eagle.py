@@ -163,7 +163,7 @@ class EagleSession:
     what the first level is.
 
     Attributes:
-        head_tokens: entries and nodes fed so far, padding not counted.
+        head_tokens: entries and nodes fed so far, padding not counted; on the device once a tree has grown there.
     """
 
     def __init__(self, drafter: Eagle, head: EagleHead, target: PreTrainedModel, request: Request) -> None:
@@ -175,7 +175,7 @@ class EagleSession:
         text = target.config.get_text_config(decoder=True)
         self.needs = Needs(config.layers_of(text.num_hidden_layers))
         self.scoring = Scoring(request, size(target), self.device, drafter.sample)
-        self.head_tokens = 0
+        self.head_tokens: int | Tensor = 0
         lender: Any = target
         self._embed = head.embed_tokens if config.own_embeddings else lender.get_input_embeddings()
         self._lm_head = head.lm_head if config.own_lm_head else lender.get_output_embeddings()
@@ -216,6 +216,9 @@ class EagleSession:
         if min(reach) < 1 and not self._warned:
             logger.warning("a text has outgrown the head's %d positions; it goes on without drafts", longest)
             self._warned = True
+        for waiting, left in zip(self._waiting, reach, strict=True):
+            if left < 1:
+                waiting.clear()  # nobody will read them
         asked = zip(limit.depth, reach, self._waiting, strict=True)
         return tuple(max(0, min(deep, left)) if waiting else 0 for deep, left, waiting in asked)
 
@@ -347,7 +350,7 @@ class EagleSession:
         for step in range(levels):
             if step:
                 place = self._level(growth, count, features)
-                self.head_tokens += count * sum(step < deep for deep in depth)
+                self.head_tokens += (growth.beam.parents[:, -count:] >= 0).sum()
             scores = self.scoring(self._logits(place.hidden), context.ids, self.scoring.paths(growth.beam, count))
             noise = self.scoring.noise(context, step, count)
             ranked = scores if noise is None else noise.perturb(scores).float()

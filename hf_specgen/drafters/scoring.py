@@ -101,9 +101,10 @@ class Scoring:
     ) -> None:
         """Runs processors that look at the prefix, node by node, into `logits`."""
         for row, decided in enumerate(ids):
-            apart = processors.row(row)
+            apart, known = processors.row(row), torch.tensor([decided], device=logits.device)
             for node in range(logits.shape[1]):
-                prefix = torch.tensor([[*decided, *paths[row][node]]], device=logits.device)
+                ahead = torch.tensor([paths[row][node]], dtype=torch.long, device=logits.device)
+                prefix = torch.cat([known, ahead], dim=1)
                 logits[row, node] = apart(prefix, logits[row, node : node + 1])[0]
 
     def noise(self, context: Context, step: int, nodes: int) -> Noise | None:
