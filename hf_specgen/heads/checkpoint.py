@@ -105,11 +105,12 @@ def locate(path_or_id: str | PathLike[str], revision: str | None = None) -> Path
     Raises:
         ValueError: nothing has that name.
     """
-    path = Path(path_or_id).expanduser()
-    if path.exists():
-        return path
-    name = str(path_or_id)
+    path, name = Path(path_or_id).expanduser(), str(path_or_id)
+    if not name.strip():
+        raise ValueError(f"{name!r} is no path and no hub id")
     try:
+        if path.exists():
+            return path
         return Path(_snapshot(name, revision))
     except HFValidationError as error:
         raise ValueError(f"there is no file or folder {name!r}, and it cannot be the id of a hub repository") from error
@@ -164,7 +165,7 @@ def weights(folder: Path, names: Iterable[str]) -> list[Path]:
     names = set(names)
     chosen = _chosen(names)
     for index in sorted(name for name in names if name.endswith(".index.json")):
-        shards = sorted(set(_json(folder / index).get("weight_map", {}).values()))
+        shards = sorted(_shards(folder / index))
         kind = index.removesuffix(".index.json")
         if not shards or (kind.endswith(PICKLED) and any(_stem(n) == _stem(kind) for n in chosen if n.endswith(SAFE))):
             continue
@@ -174,10 +175,17 @@ def weights(folder: Path, names: Iterable[str]) -> list[Path]:
     return [folder / name for name in chosen]
 
 
+def _shards(index: Path) -> set[str]:
+    named = _json(index).get("weight_map", {})
+    if not isinstance(named, dict) or not all(isinstance(shard, str) for shard in named.values()):
+        raise ValueError(f"{index} has no weight_map of keys and the files that hold them")
+    return set(named.values())
+
+
 def _json(file: Path) -> dict[str, Any]:
     try:
         read = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError, OSError) as error:
         raise ValueError(f"{file} is not JSON: {error}") from error
     if not isinstance(read, dict):
         raise ValueError(f"{file} holds no JSON object")
@@ -193,6 +201,8 @@ def _headers(file: Path) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
     if file.name.endswith(SAFE):
         with _safe(file) as opened:
             slices = {key: opened.get_slice(key) for key in opened.keys()}  # noqa: SIM118 (no mapping)
+            if strange := {s.get_dtype() for s in slices.values()} - str_to_torch_dtype.keys():
+                raise ValueError(f"{file} holds tensors of {', '.join(sorted(strange))}, which torch has no dtype for")
             return {key: (str_to_torch_dtype[s.get_dtype()], tuple(s.get_shape())) for key, s in slices.items()}
     if file.name.endswith(PICKLED):
         return {key: (tensor.dtype, tuple(tensor.shape)) for key, tensor in _pickled(file, "meta").items()}
@@ -229,11 +239,9 @@ def _pickled(file: Path, device: str) -> dict[str, Tensor]:
             ) from error
         told = f"{type(error).__name__}: {error}".split("\n")[0]
         raise ValueError(f"{file} is not a whole checkpoint of torch{_pointer(file)}: {told}") from error
-    while isinstance(held, Mapping) and not any(isinstance(value, Tensor) for value in held.values()):
-        inner = [held[name] for name in WRAPPED if isinstance(held.get(name), Mapping)]
-        if not inner:
-            break
-        held = inner[0]
+    for _ in WRAPPED:  # each name once at most, since a pickle may hold itself
+        inner = [held[name] for name in WRAPPED if isinstance(held, Mapping) and isinstance(held.get(name), Mapping)]
+        held = inner[0] if inner else held
     tensors = held.items() if isinstance(held, Mapping) else ()
     return {str(key): value.detach() for key, value in tensors if isinstance(value, Tensor)}
 
