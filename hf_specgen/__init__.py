@@ -11,7 +11,8 @@ from hf_specgen.drafters.layer_skip import LayerSkip
 from hf_specgen.drafters.layer_view import SkipSet
 from hf_specgen.drafters.lookahead import Lookahead
 from hf_specgen.drafters.medusa import Medusa
-from hf_specgen.drafters.medusa_choices import choices_from, measure_accuracies
+from hf_specgen.drafters.medusa_accuracies import measure_accuracies
+from hf_specgen.drafters.medusa_choices import choices_from
 from hf_specgen.drafters.merge import Merge
 from hf_specgen.drafters.plain import Plain
 from hf_specgen.drafters.prompt_lookup import LookupStore, PromptLookup

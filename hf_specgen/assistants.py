@@ -14,7 +14,7 @@ from hf_specgen.draft import Drafter
 from hf_specgen.drafters.merge import Merge
 from hf_specgen.drafters.suffix_lookup import SuffixLookup
 from hf_specgen.drafters.token_recycling import TokenRecycling
-from hf_specgen.loading import Source, drafter_of, load_once
+from hf_specgen.loading import Location, drafter_of, load_once
 from hf_specgen.vllm_config import LOOKUPS, METHODS, read_config
 
 ACCEPTED = (
@@ -71,7 +71,7 @@ def resolve(assistant: Any, target: PreTrainedModel) -> Assistant:
         return Assistant(drafter, drafter.num_assistant_tokens if tokens is None else tokens, origin)
     if isinstance(assistant, str | PathLike):
         _refuse_word(str(assistant))
-        loaded = load_once(Source.of(assistant), target)
+        loaded = load_once(Location.of(assistant), target)
         return Assistant(loaded.drafter, loaded.drafter.num_assistant_tokens, loaded.origin)
     if isinstance(assistant, type) or not callable(getattr(assistant, "start", None)):
         raise ValueError(f"assistant={assistant!r} is not {ACCEPTED}")

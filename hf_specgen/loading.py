@@ -28,7 +28,7 @@ UNLOADABLE = (OSError, ValueError, RuntimeError, KeyError, ImportError)
 
 
 @dataclass(frozen=True)
-class Source:
+class Location:
     """Where a drafter is published.
 
     Attributes:
@@ -44,8 +44,8 @@ class Source:
     as_model: bool = False
 
     @classmethod
-    def of(cls, path_or_id: str | PathLike[str], **settings: Any) -> Source:
-        """A source by the name that a user gives it."""
+    def of(cls, path_or_id: str | PathLike[str], **settings: Any) -> Location:
+        """A location by the name that a user gives it."""
         path = Path(path_or_id).expanduser()
         return cls(str(path.absolute()) if path.exists() else str(path_or_id), **settings)
 
@@ -79,7 +79,7 @@ class _Shelf:
     """What was loaded for one target."""
 
     lock: threading.Lock = field(default_factory=threading.Lock)
-    held: dict[Source, tuple[tuple[Any, ...], Loaded]] = field(default_factory=dict)
+    held: dict[Location, tuple[tuple[Any, ...], Loaded]] = field(default_factory=dict)
 
 
 _shelves: WeakKeyDictionary[PreTrainedModel, _Shelf] = WeakKeyDictionary()
@@ -112,37 +112,37 @@ def load_assistant(
         ValueError: there is nothing of that name; no layout fits, and it is no causal LM either; weights are missing;
             or it was trained for a model of other sizes.
     """
-    source = Source.of(path_or_id, revision=revision, trust_remote_code=trust_remote_code)
-    return load(source, generative(target)).drafter
+    location = Location.of(path_or_id, revision=revision, trust_remote_code=trust_remote_code)
+    return load(location, generative(target)).drafter
 
 
-def load_once(source: Source, target: PreTrainedModel) -> Loaded:
+def load_once(location: Location, target: PreTrainedModel) -> Loaded:
     """The same, kept for as long as the target lives: loaded again where files or the target's place have changed."""
     with _shelves_lock:
         shelf = _shelves.setdefault(target, _Shelf())
     with shelf.lock:
-        stamp = (source.stamp(), input_device(target), target.dtype)
-        known = shelf.held.get(source)
+        stamp = (location.stamp(), input_device(target), target.dtype)
+        known = shelf.held.get(location)
         if known is None or known[0] != stamp:
-            shelf.held.pop(source, None)  # before another takes its memory
-            shelf.held[source] = known = (stamp, load(source, target))
+            shelf.held.pop(location, None)  # before another takes its memory
+            shelf.held[location] = known = (stamp, load(location, target))
         return known[1]
 
 
-def load(source: Source, target: PreTrainedModel) -> Loaded:
-    """Reads a source; see `load_assistant`."""
-    if source.as_model:
-        return _model_only(source, target)
-    checkpoint = Checkpoint.open(source.path, source.revision)
+def load(location: Location, target: PreTrainedModel) -> Loaded:
+    """Reads a location; see `load_assistant`."""
+    if location.as_model:
+        return _model_only(location, target)
+    checkpoint = Checkpoint.open(location.path, location.revision)
     layout = layout_of(checkpoint)
     if layout is None:
         try:
-            return drafter_of(_causal_lm(source, target))
+            return drafter_of(_causal_lm(location, target))
         except UNLOADABLE as error:
             raise ValueError(f"{unknown(checkpoint)}. And it is no causal LM: {error}") from error
     head: Any = layout.read(checkpoint)
     TargetRecord.from_dict(head.config.target or {}).check(target)
-    loaded = drafter_of(head.to(device=input_device(target), dtype=target.dtype).eval())
+    loaded = drafter_of(head.to(device=input_device(target), dtype=target.dtype))
     return Loaded(loaded.drafter, loaded.method, f"{layout.name}: {loaded.origin}")
 
 
@@ -167,42 +167,44 @@ def _trained_for(head: Head) -> str:
     return f"; trained for {record.name or 'a model'}" + (f" ({told})" if told else "")
 
 
-def _model_only(source: Source, target: PreTrainedModel) -> Loaded:
+def _model_only(location: Location, target: PreTrainedModel) -> Loaded:
     """A causal LM, of which heads that are kept with it are left out."""
     try:
-        return drafter_of(_causal_lm(source, target))
+        return drafter_of(_causal_lm(location, target))
     except UNLOADABLE as error:
-        if (layout := _layout_if_any(source)) is None:
-            raise ValueError(f"{source.path} cannot be loaded as a causal LM: {error}") from error
+        if (layout := _layout_if_any(location)) is None:
+            raise ValueError(f"{location.path} cannot be loaded as a causal LM: {error}") from error
         raise ValueError(
-            f"method='draft_model', but {source.path} is no causal LM: its layout is {layout.name!r}; leave the method "
-            "out to have it loaded as that"
+            f"method='draft_model', but {location.path} is no causal LM: its layout is {layout.name!r}; leave the "
+            "method out to have it loaded as that"
         ) from error
 
 
-def _layout_if_any(source: Source) -> Layout | None:
+def _layout_if_any(location: Location) -> Layout | None:
     try:
-        return layout_of(Checkpoint.open(source.path, source.revision))
+        return layout_of(Checkpoint.open(location.path, location.revision))
     except ValueError:
         return None
 
 
-def _causal_lm(source: Source, target: PreTrainedModel) -> torch.nn.Module:
+def _causal_lm(location: Location, target: PreTrainedModel) -> torch.nn.Module:
     """A whole model.
 
     Raises:
         ValueError: some of its weights are not there, so that it would draft noise.
     """
     loaded: Any = AutoModelForCausalLM.from_pretrained(
-        source.path,
-        revision=source.revision or "main",
-        trust_remote_code=source.trust_remote_code,
+        location.path,
+        revision=location.revision or "main",
+        trust_remote_code=location.trust_remote_code,
         dtype=target.dtype,
         output_loading_info=True,
     )
     model, told = loaded
     if missing := sorted(told["missing_keys"]):
         more = f" and {len(missing) - 8} more" if len(missing) > 8 else ""
-        raise ValueError(f"{source.path} lacks the weights {', '.join(missing[:8])}{more} of a {type(model).__name__}")
-    whole: torch.nn.Module = model.to(input_device(target)).eval()
+        raise ValueError(
+            f"{location.path} lacks the weights {', '.join(missing[:8])}{more} of a {type(model).__name__}"
+        )
+    whole: torch.nn.Module = model.to(input_device(target))
     return whole

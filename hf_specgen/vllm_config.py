@@ -19,7 +19,7 @@ from hf_specgen.draft import Drafter
 from hf_specgen.drafters.medusa import Medusa
 from hf_specgen.drafters.prompt_lookup import PromptLookup
 from hf_specgen.drafters.suffix_lookup import SuffixLookup
-from hf_specgen.loading import Loaded, Source, drafter_of, load_once
+from hf_specgen.loading import Loaded, Location, drafter_of, load_once
 
 ITSELF = "load it yourself and pass it as assistant="
 MEASURED = "leave it and num_speculative_tokens out: how deep to draft is then decided by what is measured here"
@@ -33,7 +33,10 @@ NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
     "quantization": ((), f"a checkpoint's own quantization is read from its config; to quantize a drafter, {ITSELF}"),
     "code_revision": ((), f"for code of another revision, {ITSELF}"),
     "max_model_len": ((), "a drafter drafts as far as its positions reach, and the text ends by max_new_tokens"),
-    "parallel_drafting": ((False,), "no drafter here drafts all its tokens in one pass"),
+    "parallel_drafting": (
+        (False,),
+        "heads trained for it (P-EAGLE, PARD) are not known here, and Medusa's do so without",
+    ),
     "use_heterogeneous_vocab": ((False,), "pass assistant=hf_specgen.CrossVocabulary(model, tokenizer, method='tli')"),
     "disable_by_batch_size": ((), MEASURED),
     "num_speculative_tokens_per_batch_size": ((), MEASURED),
@@ -164,7 +167,7 @@ class Wanted:
     """
 
     method: str | None
-    model: Source | torch.nn.Module
+    model: Location | torch.nn.Module
     sample: bool | None
     tree: tuple[tuple[int, ...], ...] | None
 
@@ -181,7 +184,7 @@ class Wanted:
         tree = _tree(left.pop("speculative_token_tree", None))
         if not isinstance(model, torch.nn.Module):
             revision, trust = left.pop("revision", None), bool(left.pop("trust_remote_code", False))
-            model = Source.of(model, revision=revision, trust_remote_code=trust, as_model=method == "draft_model")
+            model = Location.of(model, revision=revision, trust_remote_code=trust, as_model=method == "draft_model")
         return cls(method, model, None if sample is None else SAMPLES[sample], tree)
 
     def load(self, target: PreTrainedModel) -> Loaded:
@@ -190,7 +193,7 @@ class Wanted:
         Raises:
             ValueError: it cannot be loaded, or is of another kind.
         """
-        if isinstance(self.model, Source):
+        if isinstance(self.model, Location):
             loaded, name = load_once(self.model, target), self.model.path
         else:
             loaded, name = replace(drafter_of(self.model), origin=""), type(self.model).__name__

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import logging
 import math
 from collections.abc import Callable, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import accelerate
 import families
 import pytest
 import tiny
@@ -30,10 +31,12 @@ from transformers import (
     T5ForConditionalGeneration,
     TemperatureLogitsWarper,
 )
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from two_devices import AWAY, HERE, TwoDevices, send_away
 
 import hf_specgen as sg
 from hf_specgen.draft import Context, Draft, Limit, Request
+from hf_specgen.drafters import fitting
 from hf_specgen.drafters.eagle import EagleSession
 from hf_specgen.drafters.scoring import target_logits
 from hf_specgen.heads.eagle import EagleConfig, EagleHead
@@ -323,7 +326,7 @@ class Shadow:
     def propose(self, context: Context, limit: Limit) -> Draft:
         draft = self.session.propose(self.drafter.alter(context), limit)
         kept = replace(context, ids=[list(ids) for ids in context.ids], last=None, hidden=None)
-        self.drafter.asked.append(Asked(kept, limit, draft, self.session.head_tokens))
+        self.drafter.asked.append(Asked(kept, limit, draft, int(self.session.head_tokens)))
         return draft if self.instead is None else self.instead.propose(context, limit)
 
 
@@ -655,7 +658,7 @@ def test_at_the_position_beside_it_the_head_is_wrong(shape, monkeypatch):
 # The head's own passes
 
 
-@contextmanager
+@contextlib.contextmanager
 def fed(head: EagleHead):
     """The places, padding included, of every pass of a head."""
     widths: list[int] = []
@@ -836,6 +839,76 @@ def test_the_head_attends_as_an_enabled_target_does_and_shares_its_weights():
     }
 
 
+FAR = 4000
+
+
+def turns(head: EagleHead, positions: Sequence[int]) -> Tensor:
+    """What it turns by, computed in float32."""
+    return torch.stack(head.rotary_emb(torch.zeros(1), torch.tensor([positions])))
+
+
+def through_disk(model: Any, folder: Any, door: str) -> EagleHead:
+    EagleHead.fresh(model, "eagle").to(torch.float16).save_pretrained(folder)
+    if door == "from_pretrained":
+        return EagleHead.from_pretrained(folder, dtype=torch.bfloat16)
+    return sg.load_assistant(folder, model).head
+
+
+@pytest.mark.parametrize("door", ["to", "half", "fresh", "from_pretrained", "load_assistant"])
+def test_far_tokens_are_turned_as_exactly_in_half_precision(door, tmp_path):
+    """Frequencies rounded to bfloat16 are off by a radian at this distance."""
+    head = EagleHead(config(method="eagle"))
+    if door in ("to", "half"):
+        head = head.to(torch.bfloat16) if door == "to" else head.half().float().bfloat16().to("cpu")
+    else:
+        model = tiny.llama(num_hidden_layers=4).to(torch.bfloat16)
+        head = EagleHead.fresh(model, "eagle") if door == "fresh" else through_disk(model, tmp_path, door)
+    assert head.dtype == torch.bfloat16
+    angles = FAR * 10_000.0 ** -(torch.arange(4).double() / 4).repeat(2)
+    assert torch.allclose(turns(head, [FAR])[:, 0, 0].double(), torch.stack([angles.cos(), angles.sin()]), atol=1e-3)
+
+
+MOVING: dict[str, dict[str, Any]] = {
+    "dynamic": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4},
+    "longrope": {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "short_factor": [1.0] * 4,
+        "long_factor": [3.0] * 4,
+        "original_max_position_embeddings": 24,
+        "factor": 4.0,
+    },
+}
+
+
+@pytest.mark.parametrize("kind", MOVING)
+def test_frequencies_that_move_with_the_text_are_not_kept_on_the_head(kind):
+    longest = 24 if kind == "dynamic" else 96
+    head = filled(EagleHead(config(rope_parameters=MOVING[kind], max_position_embeddings=longest)))
+
+    def kept() -> Any:
+        rotary = head.rotary_emb
+        return state_of(head), [held.tolist() for held in rotary.buffers()], sorted(vars(rotary))
+
+    def stock(positions: Sequence[int]) -> Tensor:
+        rotary = LlamaRotaryEmbedding(head.config)
+        return torch.stack(rotary(torch.zeros(1), torch.tensor([positions])))
+
+    before = kept()
+    near, far = range(8), range(20, 40)
+    wanted = [stock(near), stock(far)]
+    assert not torch.equal(turns(head, range(40))[:, :, :8], wanted[0])  # turned as the last one is
+
+    def work(thread: int) -> None:
+        for _ in range(20):
+            assert torch.equal(turns(head, (near, far)[thread]), wanted[thread])
+
+    tiny.in_two_threads(work)
+    rows, _ = assisted(target(), ONE, sg.Eagle(head), max_new_tokens=40, num_assistant_tokens=3)
+    assert rows == assisted(target(), ONE, sg.Plain(), max_new_tokens=40)[0]
+    assert kept() == before
+
+
 def test_two_threads_share_a_head():
     model, prompts = windowed(), list(LONG.values())
     wanted = [tiny.truth_of(model, prompt, "greedy", 24) for prompt in prompts]
@@ -869,8 +942,47 @@ def test_a_head_on_another_device(variant, shape):
 
 
 @SHAPES
+@pytest.mark.parametrize("variant", ["eagle", "eagle3", "eagle3-other-size"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_head_in_another_dtype_than_its_target(dtype, variant, shape):
+    """States and embeddings come to it in its own, and what an LM head of the target's reads is in the target's."""
+    model, head = target(), copy.deepcopy(head_of(variant)).to(dtype)
+    shadow = Shadowed(sg.Eagle(head, top_k=3 if shape == "tree" else 1, nodes=8))
+    rows, _ = assisted(model, RAGGED, shadow, max_new_tokens=10, num_assistant_tokens=3)
+    assert rows == assisted(model, RAGGED, sg.Plain(), max_new_tokens=10)[0]
+    assert any(asked.draft.nodes for asked in shadow.asked)
+    if dtype == torch.float32:
+        for asked in shadow.asked:
+            check_round(asked, replace(shadow.drafter, head=head_of(variant)), model, LogitsProcessorList())
+
+
+@SHAPES
+@pytest.mark.parametrize("variant", ["eagle", "eagle3"])
+def test_an_offloaded_head_drafts_as_it_does_elsewhere(variant, shape):
+    head = copy.deepcopy(head_of(variant))
+    drafter = sg.Eagle(head, top_k=3 if shape == "tree" else 1, nodes=8)
+    rows, near = assisted(target(), RAGGED, drafter, max_new_tokens=10, num_assistant_tokens=3)
+    accelerate.cpu_offload(head)
+    assert {weight.device.type for weight in head.parameters()} == {"meta"}
+    again, far = assisted(target(), RAGGED, drafter, max_new_tokens=10, num_assistant_tokens=3)
+    assert again == rows
+    assert (near.drafted, near.accepted) == (far.drafted, far.accepted)
+
+
+@pytest.mark.parametrize("top_k", [1, 4])
+def test_a_chain_has_no_more_nodes_than_a_tree_may_have(top_k):
+    kwargs = {"max_new_tokens": 10, "num_assistant_tokens": 5}
+    shadow = Shadowed(sg.Eagle(head_of("eagle"), top_k=top_k, nodes=2))
+    # A tree for a target that takes none, or a chain for one that does.
+    assisted(target(), RAGGED, shadow, **kwargs, **({"cache_implementation": "static"} if top_k > 1 else {}))
+    assert all(asked.draft.is_chain for asked in shadow.asked)
+    assert max(asked.draft.nodes for asked in shadow.asked) == 2
+
+
+@SHAPES
 @pytest.mark.parametrize("positions", [5, 17, 20, 64])
 def test_rows_that_outgrow_the_head_are_decoded_plainly(positions, shape, caplog):
+    """Reports 109 and 110, of a head."""
     prompt = Prompt.random((4, 1), (16, 2))
     head = filled(EagleHead(config(max_position_embeddings=positions)))
     shadow = Shadowed(sg.Eagle(head, top_k=3 if shape == "tree" else 1, nodes=8))
@@ -911,14 +1023,16 @@ REFUSED: dict[str, tuple[Callable[[], EagleHead], str]] = {
     ),
     "meta": (lambda: EagleHead(config()).to("meta"), "meta device"),
     "unloaded": (lambda: EagleHead(config()), "never loaded: fc.weight, layers.0"),
-    "offsets": (lambda: without_offsets(), "d2t"),
+    "offsets": (lambda: mapped_to(VOCAB, VOCAB + 1), "d2t, .* leads to ids from 96 to 97, .*never loaded"),
+    "offsets not loaded": (lambda: mapped_to(*[-(2**40)] * 2), "d2t, .* never loaded"),
+    "twice the same": (lambda: mapped_to(7, 7), "d2t, .* to an id more than once"),
     "flash": (lambda: flashing(), "takes no mask of a tree"),
 }
 
 
-def without_offsets() -> EagleHead:
-    head = filled(EagleHead(config(own_lm_head=True, draft_vocab_size=9)))
-    head.d2t.fill_(VOCAB)
+def mapped_to(*ids: int) -> EagleHead:
+    head = filled(EagleHead(config(own_lm_head=True, draft_vocab_size=len(ids))))
+    head.d2t.copy_(torch.tensor(ids) - torch.arange(len(ids)))
     return head
 
 
@@ -950,11 +1064,9 @@ def test_an_encoder_decoder_is_refused():
 
 
 def test_weights_that_are_gathered_pass_by_pass_are_not_borrowed(monkeypatch):
-    from hf_specgen.drafters import eagle
-
     model = tiny.llama(num_hidden_layers=4)
-    monkeypatch.setattr(eagle, "several", lambda: True)
-    monkeypatch.setattr(eagle, "is_fully_sharded", lambda module: module is model)
+    monkeypatch.setattr(fitting, "several", lambda: True)
+    monkeypatch.setattr(fitting, "is_fully_sharded", lambda module: module is model)
     with pytest.raises(ValueError, match=r"no embeddings of its own, .* sharded"):
         sg.Eagle(head_of("eagle3-residual")).start(model, Request(batch=1))
     with pytest.raises(ValueError, match=r"no LM head of its own, .* sharded"):
@@ -1031,6 +1143,65 @@ def test_a_fresh_head_hands_on_the_target_s_state(method):
         assert rows == assisted(model, RAGGED, sg.Plain())[0]
         assert stats.drafted > 0
         assert token_map is None or stats.accepted <= stats.drafted
+
+
+def test_a_fresh_head_that_can_say_all_ids_has_no_map():
+    head = EagleHead.fresh(target(), token_map=range(VOCAB))
+    assert head.to_target is None
+    assert torch.equal(head.lm_head.weight, target().lm_head.weight)
+
+
+@pytest.mark.parametrize(
+    ("token_map", "fault"),
+    [([], "is empty"), ([1, 2, VOCAB], "from 1 to 96"), ([-1, 2], "from -1"), ([2, 2], "once"), ([5, 2], "ascending")],
+)
+def test_ids_that_no_fresh_head_can_say_are_refused(token_map, fault):
+    with pytest.raises(ValueError, match=f"token_map .*{fault}"):
+        EagleHead.fresh(target(), token_map=token_map)
+
+
+def test_a_quantized_lm_head_is_not_copied():
+    model = tiny.llama(num_hidden_layers=4)
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.char(), requires_grad=False)
+    with pytest.raises(ValueError, match="undo quantization"):
+        EagleHead.fresh(model, token_map=[1, 2])
+
+
+UNLIKE_LLAMA: dict[str, str | None] = {
+    "bloom": None,
+    "gemma3n_text": None,
+    "gemma4_text": None,
+    "gpt2": None,
+    "mpt": None,
+    "mamba": "MambaConfig does not say .*num_attention_heads",
+    "t5": "T5ForConditionalGeneration is an encoder-decoder",
+}
+
+
+@pytest.mark.parametrize("family", UNLIKE_LLAMA)
+def test_a_fresh_head_for_a_family_unlike_llama(family):
+    model, message = families.build(family), UNLIKE_LLAMA[family]
+    if message is not None:
+        with pytest.raises(ValueError, match=message):
+            EagleHead.fresh(model, "eagle")
+        return
+    head = EagleHead.fresh(model, "eagle")
+    states = torch.randn(1, 4, model.config.hidden_size, dtype=head.dtype)
+    out = head(states, states)
+    assert out.features.isfinite().all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", families.CAUSAL)
+def test_a_fresh_head_for_any_family_is_made_or_refused(family):
+    try:
+        model = families.build(f"{family}-causal" if family in families.SEQ2SEQ else family)
+    except families.NotBuiltError as error:
+        pytest.skip(f"no tiny model: {error}")
+    with contextlib.suppress(ValueError):
+        assert EagleHead.fresh(model, "eagle").config.vocab_size
+    with contextlib.suppress(ValueError):
+        assert sg.MedusaHeads.fresh(model).config.vocab_size
 
 
 def test_sizes_of_a_fresh_head_come_from_the_config():

@@ -444,6 +444,23 @@ def test_the_mask_decides_between_offsets_and_ids(tmp_path: Path) -> None:
         assert torch.equal(head.to_target, places if name == "ids" else 2 * places)
 
 
+def test_a_mask_and_a_map_that_keep_different_numbers_of_ids_are_refused(tmp_path: Path) -> None:
+    values = published.values(layouts.SPECFORGE, seed=0)
+    count, kept = len(values["d2t"]), values["t2d"].nonzero()
+    values["t2d"][kept[0]] = False
+    published.fill(layouts.SPECFORGE, tmp_path, seed=0)
+    published.save(values, tmp_path, layouts.SPECFORGE.file)
+    with pytest.raises(ValueError, match=f"t2d keeps {count - 1} ids, and d2t has {count}"):
+        read_head(Checkpoint.open(tmp_path))
+
+
+def test_what_drafts_in_parallel_is_left_out_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    more = with_tensors(layouts.MODELOPT, **{"parallel_draft_heads.0.0.linear.weight": ("bfloat16", (4096, 4096))})
+    head, plain = loaded(more, tmp_path / "more"), loaded(layouts.MODELOPT, tmp_path / "plain")
+    assert head.state_dict().keys() == plain.state_dict().keys()
+    assert ["parallel_draft_heads.0.0.linear.weight" in message for message in caplog.messages] == [True]
+
+
 @pytest.mark.parametrize("layout", layouts.REFUSED, ids=lambda layout: layout.name)
 def test_known_variants_that_cannot_run_are_refused_by_name(layout: Published, tmp_path: Path) -> None:
     kind = {"speculators-peagle": "P-EAGLE"}[layout.name]
@@ -481,7 +498,7 @@ def test_variants_told_by_their_keys_are_refused_by_name(key: str, kind: str, tm
 
 def test_what_lacks_and_what_is_left_over_is_listed(tmp_path: Path) -> None:
     layout = with_tensors(without(layouts.SPECFORGE, "norm.weight", "d2t"), **{"extra.weight": ("bfloat16", (4096,))})
-    with pytest.raises(ValueError, match=r"lacks d2t, norm\.weight; left over are extra\.weight"):
+    with pytest.raises(ValueError, match=r"lacks d2t, norm\.weight, and has extra\.weight beside"):
         loaded(layout, tmp_path)
 
 
@@ -500,7 +517,7 @@ CONTRADICTIONS: dict[str, tuple[Published, dict[str, Any], str]] = {
         {"kv_lora_rank": 11},
         r"kv_a_proj_with_mqa\.weight has .*\(16, 64\).*\(15, 64\)",
     ),
-    "no query rank": (layouts.MODELOPT_MLA, {"q_lora_rank": None}, r"lacks layers\.0\.self_attn\.q_proj\.weight; left"),
+    "no query rank": (layouts.MODELOPT_MLA, {"q_lora_rank": None}, r"lacks layers\.0\.self_attn\.q_proj\.weight, and"),
     "no latent rank": (layouts.MODELOPT_MLA, {"kv_lora_rank": None}, "does not say kv_lora_rank"),
     "no size of values": (layouts.MODELOPT_MLA, {"v_head_dim": None}, "does not say v_head_dim"),
     "no size": (layouts.EAGLE_LLAMA3, {"num_attention_heads": None}, "does not say num_attention_heads"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 import random
@@ -9,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import accelerate
 import pytest
 import tiny
 import torch
@@ -20,7 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessor, LogitsP
 
 import hf_specgen as sg
 from hf_specgen.draft import Context, Draft, Limit, Request
-from hf_specgen.drafters import medusa
+from hf_specgen.drafters import draft_model, fitting
 from hf_specgen.drafters.medusa_choices import closed
 
 NEW = 20
@@ -511,6 +513,17 @@ def test_sizes_come_from_the_config_and_heads_without_weights_are_refused():
         sg.Medusa(heads_of("target")).start(model, Request(batch=1))
 
 
+@pytest.mark.filterwarnings("ignore")  # torch.ao is on its way out
+def test_a_quantized_lm_head_is_not_copied():
+    model = torch.ao.quantization.quantize_dynamic(tiny.llama().float(), {torch.nn.Linear})
+    with pytest.raises(ValueError, match="undo quantization"):
+        sg.MedusaHeads.fresh(model, 2)
+    stats = sg.Stats()
+    heads = sg.MedusaHeads.fresh(sg.enable(model), 2, lm_heads="target")
+    run(model, ONE, assistant=sg.Medusa(heads), max_new_tokens=NEW, stats=stats)
+    assert stats.drafted
+
+
 def test_an_lm_head_that_is_not_whole_is_not_copied():
     model = tiny.llama()
     model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight[:0])
@@ -545,7 +558,7 @@ def passes_of(model: Any, call: Any) -> int:
     return count
 
 
-@pytest.mark.parametrize(("changed", "sizes"), [({"hidden_size": 64}, "32.*64"), ({"vocab_size": 128}, "96.*128")])
+@pytest.mark.parametrize(("changed", "sizes"), [({"hidden_size": 64}, "64.*32"), ({"vocab_size": 128}, "128.*96")])
 def test_heads_for_another_target_are_refused_before_a_pass(changed, sizes):
     model = sg.enable(tiny.llama(**changed))
 
@@ -563,18 +576,58 @@ def test_what_was_never_loaded_is_refused():
         sg.Medusa(heads).start(target(), Request(batch=1))
 
 
+def test_what_is_recorded_of_the_target_is_checked(caplog):
+    """Of heads that are passed as an object too."""
+    model = sg.enable(tiny.llama())
+    heads = sg.MedusaHeads.fresh(model, 2)
+    sg.Medusa(heads).start(model, Request(batch=1))
+    assert not caplog.records
+    with torch.no_grad():
+        model.get_input_embeddings().weight.neg_()
+    sg.Medusa(heads).start(model, Request(batch=1))
+    assert ["of their signs" in message for message in caplog.messages] == [True]
+    assert heads.config.target is not None
+    heads.config.target["num_layers"] = 17
+
+    def call() -> None:
+        with pytest.raises(ValueError, match=r"num_layers=17; LlamaForCausalLM .*num_layers=2"):
+            run(model, ONE, assistant=sg.Medusa(heads), max_new_tokens=2)
+
+    assert passes_of(model, call) == 0
+
+
+@pytest.mark.parametrize(
+    ("ids", "fault"),
+    [(None, "from -1 to -1.*never loaded"), ([1, 2, VOCAB], "from 1 to 96"), ([1, 2, 2], "more than once")],
+)
+def test_a_token_map_that_is_none_is_refused(ids, fault):
+    config = sg.MedusaConfig(hidden_size=32, vocab_size=VOCAB, num_heads=2, draft_vocab_size=3)
+    heads = sg.MedusaHeads(config).requires_grad_(False)
+    for weight in heads.parameters():
+        weight.normal_()
+    if ids is not None:
+        heads.token_map.copy_(torch.tensor(ids))
+
+    def call() -> None:
+        with pytest.raises(ValueError, match=f"token_map leads to .*{fault}"):
+            run(target(), ONE, assistant=sg.Medusa(heads), max_new_tokens=2)
+
+    assert passes_of(target(), call) == 0
+
+
 def test_a_rank_that_no_head_has_is_refused():
     with pytest.raises(ValueError, match="rank 96"):
         sg.Medusa(heads_of(), choices=[(0, VOCAB)]).start(target(), Request(batch=1))
 
 
 def test_a_sharded_lm_head_is_not_borrowed(monkeypatch):
-    monkeypatch.setattr(medusa, "several", lambda: True)
-    monkeypatch.setattr(medusa, "is_fully_sharded", lambda model: model is target())
+    for module in (fitting, draft_model):
+        monkeypatch.setattr(module, "several", lambda: True)
+    monkeypatch.setattr(fitting, "is_fully_sharded", lambda model: model is target())
     with pytest.raises(ValueError, match="FSDP"):
         sg.Medusa(heads_of("target")).start(target(), Request(batch=1))
     sg.Medusa(heads_of("own")).start(target(), Request(batch=1))
-    monkeypatch.setattr(medusa, "is_fully_sharded", lambda model: model is heads_of("own"))
+    monkeypatch.setattr(draft_model, "is_fully_sharded", lambda model: model is heads_of("own"))
     with pytest.raises(ValueError, match="FSDP"):
         sg.Medusa(heads_of("own")).start(target(), Request(batch=1))
 
@@ -655,6 +708,26 @@ def test_nothing_is_written_on_the_heads_or_the_target():
     before = heads.config.to_dict(), target().config.to_dict(), set(vars(heads)), set(vars(target()))
     run(target(), ONE, "sampled", assistant=sg.Medusa(heads), max_new_tokens=NEW)
     assert before == (heads.config.to_dict(), target().config.to_dict(), set(vars(heads)), set(vars(target())))
+
+
+@pytest.mark.parametrize("lm_heads", ["own", "target"])
+def test_offloaded_heads_draft_as_they_do_elsewhere(lm_heads):
+    near, far = sg.Stats(), sg.Stats()
+    heads = copy.deepcopy(heads_of(lm_heads))
+    expected = run(target(), ONE, assistant=sg.Medusa(heads), max_new_tokens=NEW, stats=near)
+    accelerate.cpu_offload(heads)
+    assert {weight.device.type for weight in heads.parameters()} == {"meta"}
+    assert run(target(), ONE, assistant=sg.Medusa(heads), max_new_tokens=NEW, stats=far) == expected
+    assert (near.drafted, near.accepted) == (far.drafted, far.accepted)
+
+
+def test_heads_in_train_mode_draft_the_same_and_stay_in_it():
+    heads = copy.deepcopy(heads_of()).train()
+    drafted = [sg.Stats(), sg.Stats()]
+    for one, stats in zip((heads, heads_of()), drafted, strict=True):
+        run(target(), ONE, assistant=sg.Medusa(one), max_new_tokens=NEW, stats=stats)
+    assert (drafted[0].drafted, drafted[0].accepted) == (drafted[1].drafted, drafted[1].accepted)
+    assert all(module.training for module in heads.modules())
 
 
 @pytest.mark.parametrize("combine", [sg.FirstOf, sg.Merge])

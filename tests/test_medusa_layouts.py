@@ -22,6 +22,7 @@ import hf_specgen as sg
 from hf_specgen.heads.checkpoint import Checkpoint
 from hf_specgen.heads.layouts import layout_of, read_head
 from hf_specgen.heads.medusa import MedusaHeads
+from hf_specgen.heads.said import spread
 
 NEW = 16
 
@@ -108,7 +109,9 @@ def test_every_published_layout_loads_into_the_right_modules_and_drafts(publishe
     wide = heads.float()
     lm_head = torch.nn.Linear(32, tiny.VOCAB, bias=False)
     lm_head.weight.data = target().lm_head.weight.detach().float()
-    torch.testing.assert_close(wide.to_target(wide(states, lm_head)), as_published(published, tensors, states))
+    torch.testing.assert_close(
+        spread(wide(states, lm_head), wide.to_target, 96), as_published(published, tensors, states)
+    )
     assert run(target(), ONE, assistant=sg.Medusa(load(tmp_path)), max_new_tokens=NEW) == truth()
 
 
@@ -244,8 +247,21 @@ def test_a_truncated_vocabulary_may_come_with_whole_lm_heads(tmp_path):
     cut = {**tensors, "medusa_heads.lm_head.weight": rows[tensors["token_map"]]}
     states = torch.randn(2, 32).bfloat16()
     one, other = (load(write(medusa.VLLM_TRUNCATED, tmp_path / str(n), t)) for n, t in enumerate((whole, cut)))
-    torch.testing.assert_close(one.to_target(one(states)), other.to_target(other(states)))
-    assert one.guesses == 60
+    torch.testing.assert_close(*(spread(heads(states), heads.to_target, 96) for heads in (one, other)))
+    assert one.known_ids == 60
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["cut", "whole LM heads"])
+@pytest.mark.parametrize(
+    ("first", "fault"), [(96, "to ids from 2 to 96"), (-1, "to ids from -1 to 60"), (2, "to an id more than once")]
+)
+def test_a_token_map_that_is_none_is_refused(first, fault, whole, tmp_path):
+    tensors = drawn(medusa.VLLM_TRUNCATED)
+    tensors["token_map"] = torch.tensor([first, *range(2, 61)]).to(tensors["token_map"].dtype)
+    if whole:
+        tensors["medusa_heads.lm_head.weight"] = torch.randn(96, 32).bfloat16()
+    with pytest.raises(ValueError, match=f"token_map leads {fault}"):
+        load(write(medusa.VLLM_TRUNCATED, tmp_path, tensors))
 
 
 def test_biases_that_vllm_would_leave_out_are_used_and_reported(tmp_path, caplog):

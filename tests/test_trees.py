@@ -86,6 +86,15 @@ def test_a_tree_is_that_of_the_long_way(branches, width, most):
                 assert chance == pytest.approx(said(path[:-1], row)[path[-1]].exp().item(), rel=1e-5)
 
 
+def test_a_tree_of_the_published_size_is_that_of_the_long_way(monkeypatch):
+    """EAGLE-2's own: 60 nodes, 7 deep, 10 children a node, 10 nodes of a level go on (arXiv 2406.16858)."""
+    monkeypatch.setitem(globals(), "VOCAB", 30)
+    best = grown([7], 10, 10).best(60)
+    chances, _ = in_lists(7, 10, 10, row=0)
+    assert len(chances) == 10 + 6 * 100
+    assert set(paths_of(best.tokens[0].tolist(), best.parents[0].tolist())) == likeliest(chances, 60)
+
+
 def test_a_beam_that_leaves_nothing_out_finds_the_likeliest_of_all_paths():
     growth, depth = grown([3], VOCAB, VOCAB**3), 3
     every = {}

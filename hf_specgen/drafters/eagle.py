@@ -6,11 +6,10 @@ What the head caches of decided tokens always comes from the target's states; of
 
 from __future__ import annotations
 
-import inspect
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,12 +17,13 @@ from transformers import PreTrainedModel
 
 from hf_specgen.cache import SlotCache, new_cache
 from hf_specgen.draft import Context, Draft, Limit, Needs, Request
-from hf_specgen.drafters.draft_model import eval_view, refuse_other_ranks
+from hf_specgen.drafters.draft_model import eval_view
+from hf_specgen.drafters.fitting import lent, refuse_misfit
 from hf_specgen.drafters.scoring import Scoring, target_logits
-from hf_specgen.heads.eagle import EagleHead, EagleOutput
-from hf_specgen.heads.recorded import TargetRecord
+from hf_specgen.heads.eagle import CONTINUES, EagleHead, EagleOutput
+from hf_specgen.heads.said import spread
 from hf_specgen.prompt import input_device
-from hf_specgen.ranks import Ranks, is_fully_sharded, several
+from hf_specgen.ranks import Ranks
 from hf_specgen.target import MASKLESS_ATTENTION
 from hf_specgen.trees import Growth
 from hf_specgen.vocabulary import size
@@ -70,89 +70,25 @@ class Eagle:
         Raises:
             ValueError: the head does not fit the target, or cannot draft; the message names both sides.
         """
+        _refuse_reading(self.head, target)
         refuse_misfit(self.head, target)
         view = eval_view(self.head)
         assert isinstance(view, EagleHead)
         return EagleSession(self, view.attending_like(target), target, request)
 
 
-def refuse_misfit(head: EagleHead, target: PreTrainedModel) -> None:
-    """Raises ValueError for a head that cannot draft for a target."""
-    config, text, name = head.config, target.config.get_text_config(decoder=True), type(target).__name__
+def _refuse_reading(head: EagleHead, target: PreTrainedModel) -> None:
+    """Raises ValueError for a head that cannot read a target's states, or cannot attend under a tree."""
+    name = type(target).__name__
     if target.config.is_encoder_decoder:
-        raise ValueError(f"{name} is an encoder-decoder; an EAGLE head continues the states of a causal LM")
-    if not _shows_states(target):
-        raise ValueError(f"{name} does not return its hidden_states, which an EAGLE head continues")
-    for what, ours, theirs in (
-        ("hidden_size", text.hidden_size, config.target_hidden_size),
-        ("vocab_size", size(target), config.vocab_size),
-    ):
-        if ours != theirs:
-            raise ValueError(
-                f"the target has {what}={ours} and the head was made for {theirs}: load the head that was trained for "
-                "this target"
-            )
-    config.layers_of(text.num_hidden_layers)
-    if config.target is not None:
-        TargetRecord.from_dict(config.target).check(target)
-    _refuse_borrowing(head, target)
-    implementation = config._attn_implementation or ""
+        raise ValueError(f"{name} is an encoder-decoder; {CONTINUES}")
+    implementation = head.config._attn_implementation or ""
     if any(kind in implementation for kind in MASKLESS_ATTENTION):
         raise ValueError(
             f"the head cannot draft with attention {implementation!r}, which takes no mask of a tree: load it with "
             'attn_implementation="sdpa"'
         )
-    _refuse_unloaded(head)
-
-
-def _refuse_unloaded(head: EagleHead) -> None:
-    held = {name: parameter for name, parameter in head.named_parameters() if not parameter.is_meta}
-    if len(held) < len(list(head.parameters())) and not any("_hf_hook" in vars(module) for module in head.modules()):
-        raise ValueError("the head's weights are on the meta device, where they hold nothing: load them")
-    # What was never loaded is NaN throughout, so that one entry tells.
-    first = [parameter.flatten()[:1].float().cpu() for parameter in held.values()]
-    unloaded = torch.cat(first).isnan().tolist() if first else []
-    if any(unloaded):
-        lacking = [name for name, lost in zip(held, unloaded, strict=True) if lost]
-        raise ValueError(f"the head has weights that were never loaded: {', '.join(lacking)}")
-    mapped = head.to_target
-    if mapped is not None and not mapped.is_meta:
-        least, most = int(mapped.min()), int(mapped.max())
-        if not 0 <= least <= most < head.config.vocab_size:
-            raise ValueError(
-                f"the head's d2t leads to ids from {least} to {most}, and the target has {head.config.vocab_size}: it "
-                "must hold offsets, the target's id less the head's own"
-            )
-
-
-def _refuse_borrowing(head: EagleHead, target: PreTrainedModel) -> None:
-    refuse_other_ranks(target, head)
-    config = head.config
-    lender: Any = target
-    borrowed = {} if config.own_embeddings else {"embeddings": lender.get_input_embeddings()}
-    if not config.own_lm_head:
-        borrowed["LM head"] = lender.get_output_embeddings()
-    for what, module in borrowed.items():
-        if module is None:
-            raise ValueError(f"the head has no {what} of its own, and {type(target).__name__} has none to lend")
-        if config.hidden_size != config.target_hidden_size:
-            raise ValueError(
-                f"the head has no {what} of its own, and the target's are for states of {config.target_hidden_size} "
-                f"and not of {config.hidden_size}"
-            )
-        if several() and is_fully_sharded(target):
-            raise ValueError(
-                f"the head has no {what} of its own, and the target's weights are sharded by FSDP or ZeRO-3, where "
-                "each pass needs one of every rank: load the target whole on each rank"
-            )
-
-
-def _shows_states(target: PreTrainedModel) -> bool:
-    """Whether a model can return its hidden states: by transformers' recording, or by an argument of old."""
-    recorded = any(
-        "hidden_states" in (getattr(type(module), "_can_record_outputs", None) or ()) for module in target.modules()
-    )
-    return recorded or "output_hidden_states" in inspect.signature(target.forward).parameters
+    head.config.layers_of(target.config.get_text_config(decoder=True).num_hidden_layers)
 
 
 class EagleSession:
@@ -176,16 +112,14 @@ class EagleSession:
         self.needs = Needs(config.layers_of(text.num_hidden_layers))
         self.scoring = Scoring(request, size(target), self.device, drafter.sample)
         self.head_tokens: int | Tensor = 0
-        lender: Any = target
-        self._embed = head.embed_tokens if config.own_embeddings else lender.get_input_embeddings()
-        self._lm_head = head.lm_head if config.own_lm_head else lender.get_output_embeddings()
+        self._embed: nn.Module = head.embed_tokens if config.own_embeddings else lent(target, "embeddings")
+        self._lm_head: nn.Module = head.lm_head if config.own_lm_head else lent(target, "LM head")
         # What is borrowed may be on other devices, and of another dtype.
         self._embed_takes = _device_of(self._embed, input_device(target))
         whose = head if config.own_lm_head else target
         self._lm_head_takes = _device_of(self._lm_head, input_device(whose)), whose.dtype
         # Borrowed modules of a target that is split over ranks must be fed the same on all of them.
-        borrows = not (config.own_embeddings and config.own_lm_head)
-        self.ranks = Ranks.of(target if borrows else head, self.device, synced_gpus=False)
+        self.ranks = Ranks.of(target if head.borrows else head, self.device, synced_gpus=False)
         # EAGLE-1 learns the target's own states. Those of EAGLE-3 are learned for what the LM head itself says of them.
         self._finished_as = text if config.method == "eagle" and not config.own_lm_head else None
         self._to_target = head.to_target
@@ -306,10 +240,7 @@ class EagleSession:
         logits: Tensor = self._lm_head(hidden.to(*self._lm_head_takes)).to(self.device)
         if self._finished_as is not None:
             logits = target_logits(logits, self._finished_as)
-        if self._to_target is None:
-            return logits
-        whole = logits.new_full((*logits.shape[:-1], self.scoring.vocabulary), -torch.inf)
-        return whole.index_copy_(-1, self._to_target, logits)
+        return spread(logits, self._to_target, self.scoring.vocabulary)
 
     def _chain(self, context: Context, depth: Sequence[int], place: EagleOutput) -> Draft:
         """One token a pass; a row's last one is not fed."""
@@ -350,7 +281,7 @@ class EagleSession:
         for step in range(levels):
             if step:
                 place = self._level(growth, count, features)
-                self.head_tokens += (growth.beam.parents[:, -count:] >= 0).sum()
+                self.head_tokens = self.head_tokens + (growth.beam.parents[:, -count:] >= 0).sum()
             scores = self.scoring(self._logits(place.hidden), context.ids, self.scoring.paths(growth.beam, count))
             noise = self.scoring.noise(context, step, count)
             ranked = scores if noise is None else noise.perturb(scores).float()

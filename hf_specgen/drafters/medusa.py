@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 
 from hf_specgen.draft import Context, Draft, Limit, Needs, Request
-from hf_specgen.drafters.medusa_choices import Path, choices_from, closed
+from hf_specgen.drafters.fitting import lent, refuse_misfit
+from hf_specgen.drafters.medusa_choices import Shape, choices_from, closed
 from hf_specgen.drafters.scoring import Scoring
 from hf_specgen.heads.medusa import MedusaHeads
-from hf_specgen.ranks import is_fully_sharded, several
+from hf_specgen.heads.said import spread
+from hf_specgen.prompt import input_device
 from hf_specgen.trees import Growth, Tree
 from hf_specgen.vocabulary import size
 
@@ -31,9 +33,9 @@ class Medusa:
     where these were measured; else one that grows each round by the heads' own probabilities. No tree is deeper than
     there are heads.
 
-    Attributes:
+    Args:
         heads: trained for this target; see `load_assistant` for published ones, `MedusaHeads.fresh` for new ones. Never
-            written to.
+            written to; in train mode they say the same, having no dropout.
         choices: the nodes of a fixed tree as paths of ranks, as in Medusa's own files: `(0, 2)` is the third best guess
             of the second head behind the best of the first. Paths that lead to others are added where they are missing.
             Where fewer nodes are asked for, the first are taken.
@@ -67,93 +69,13 @@ class Medusa:
         """See `Drafter`.
 
         Raises:
-            ValueError: the heads are not for this target, or have no weights, or want an LM head that is not there.
+            ValueError: the heads do not fit the target, or `choices` asks for guesses that they do not make.
         """
-        _check_sizes(self.heads, target)
-        _check_weights(self.heads, target)
-        known = self.heads.guesses or size(target)
+        refuse_misfit(self.heads, target)
+        known = self.heads.known_ids or size(target)
         if self.choices is not None and (highest := max(map(max, self.choices))) >= known:
             raise ValueError(f"choices asks for rank {highest}, and the heads tell {known} ids apart")
         return MedusaSession(self, target, request)
-
-
-def _check_sizes(heads: MedusaHeads, target: PreTrainedModel) -> None:
-    text, config = target.config.get_text_config(decoder=True), heads.config
-    for name, ours, theirs in (
-        ("hidden_size", config.hidden_size, text.hidden_size),
-        ("vocab_size", config.vocab_size, text.vocab_size),
-    ):
-        if ours is not None and ours != theirs:
-            trained = (config.target or {}).get("name") or "another model"
-            raise ValueError(
-                f"these Medusa heads have {name} {ours} and {type(target).__name__} has {theirs}: they were trained "
-                f"for {trained}; use heads that were trained for this target"
-            )
-
-
-def _check_weights(heads: MedusaHeads, target: PreTrainedModel) -> None:
-    weights = list(heads.parameters())
-    if any(weight.is_meta for weight in weights):
-        raise ValueError("the Medusa heads are on the meta device, without weights: load them first")
-    if several() and is_fully_sharded(heads):
-        raise ValueError(
-            "the Medusa heads are sharded by FSDP or ZeRO-3, where each of their passes needs one of every rank, and "
-            "ranks draft as often as their texts need it: load them whole on each rank"
-        )
-    # What was not loaded is NaN all over, so that one entry of each tells.
-    if weights and bool(torch.stack([weight.flatten()[0].float() for weight in weights]).isnan().any()):
-        names = [name for name, weight in heads.named_parameters() if weight.flatten()[0].isnan()]
-        raise ValueError(f"the Medusa heads have weights that were never loaded or trained: {', '.join(names)}")
-    if heads.config.lm_heads != "target":
-        return
-    lm_head = _lm_head(target)
-    if lm_head is None:
-        raise ValueError(f"the Medusa heads use the target's LM head, and {type(target).__name__} has none")
-    if several() and is_fully_sharded(target):
-        raise ValueError(
-            "the Medusa heads use the target's LM head, which FSDP or ZeRO-3 gathers only in the target's own passes: "
-            "use heads with an LM head of their own (lm_heads='own' or 'shared')"
-        )
-    # An offloaded one is fetched by its hook when it is called.
-    if any(weight.is_meta for weight in lm_head.parameters()) and "_hf_hook" not in vars(lm_head):
-        raise ValueError(f"the Medusa heads use the LM head of {type(target).__name__}, which is on the meta device")
-
-
-@dataclass(frozen=True)
-class Shape:
-    """A fixed tree, nodes in an order in which parents come first.
-
-    Attributes:
-        paths: of ranks, one a node.
-        parents: `(nodes,)` as in `Draft`.
-        depth: `(nodes,)`, 1 for children of the root.
-        ranks: `(nodes,)` the last rank of each path.
-        measured: `(nodes,)` how often these ranks are right; None where that was not measured for all of them.
-    """
-
-    paths: tuple[Path, ...]
-    parents: Tensor
-    depth: Tensor
-    ranks: Tensor
-    measured: Tensor | None
-
-    @classmethod
-    def of(cls, paths: tuple[Path, ...], accuracies: list[list[float]] | None, device: torch.device) -> Shape:
-        """The shape of closed paths."""
-        places = {(): 0, **{path: place for place, path in enumerate(paths, 1)}}
-        columns = [(places[path[:-1]], len(path), path[-1]) for path in paths]
-        parents, depth, ranks = torch.tensor(columns, device=device).view(-1, 3).unbind(1)
-        measured = None
-        if accuracies is not None and all(
-            deep <= len(accuracies) and rank < len(accuracies[deep - 1]) for _, deep, rank in columns
-        ):
-            measured = torch.tensor([float(accuracies[deep - 1][rank]) for _, deep, rank in columns], device=device)
-        return cls(paths, parents, depth, ranks, measured)
-
-    @property
-    def branches(self) -> int:
-        """The most ranks that a node's children take."""
-        return 1 + max(path[-1] for path in self.paths)
 
 
 class MedusaSession:
@@ -167,10 +89,12 @@ class MedusaSession:
         self.drafter = drafter
         self.heads = drafter.heads
         self.request = request
-        self.device = next(drafter.heads.parameters(), next(target.parameters())).device
-        self.lm_head = _lm_head(target) if self.heads.config.lm_heads == "target" else None
+        self.device = input_device(drafter.heads if any(True for _ in drafter.heads.parameters()) else target)
+        self.lm_head = lent(target, "LM head") if self.heads.borrows else None
         self.scoring = Scoring(request, size(target), self.device, drafter.sample)
         self.accuracies: list[list[float]] | None = self.heads.config.accuracies
+        mapped = self.heads.to_target
+        self._to_target = None if mapped is None else mapped.to(self.device)
         self._states: list[Tensor] = []
         self._shapes: dict[tuple[int, int], Shape] = {}
 
@@ -207,7 +131,8 @@ class MedusaSession:
         size = self.heads.config.hidden_size
         rows = [state if len(state) else state.new_zeros(1, size) for state in self._states]
         states = rows[0] if len(rows) == 1 else torch.cat(rows)
-        return self.heads.to_target(self.heads(states, self.lm_head, count)).to(self.device)
+        said = self.heads(states, self.lm_head, count).to(self.device)
+        return spread(said, self._to_target, self.scoring.vocabulary)
 
     def _noise(self, context: Context, start: int, stop: int) -> Noise | None:
         """The noise of one token at each depth from `start` to `stop`, 0 for children of the root."""
@@ -329,8 +254,3 @@ class MedusaSession:
             paths = tuple((0,) * length for length in range(1, deepest + 1))
             self._shapes[deepest, 0] = Shape.of(paths, self.accuracies, self.device)
         return self._shapes[deepest, 0]
-
-
-def _lm_head(target: PreTrainedModel) -> torch.nn.Module | None:
-    module: torch.nn.Module | None = target.get_output_embeddings()  # type: ignore[no-untyped-call]
-    return module

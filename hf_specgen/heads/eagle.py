@@ -18,16 +18,13 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers import initialization as init
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
-from transformers.models.llama.modeling_llama import (
-    LlamaAttention,
-    LlamaDecoderLayer,
-    LlamaRMSNorm,
-    LlamaRotaryEmbedding,
-)
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer, LlamaRMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
 from hf_specgen import attention
 from hf_specgen.heads.recorded import TargetRecord
+from hf_specgen.heads.rotary import HeadRotaryEmbedding
+from hf_specgen.heads.said import checked_map, copy_lm_head, lm_head_of
 
 if TYPE_CHECKING:
     from transformers import Cache
@@ -39,6 +36,8 @@ METHODS = {
 }
 # What a draft vocabulary's offsets hold until they are loaded: no id lies there.
 UNKNOWN = torch.iinfo(torch.long).min // 2
+# Why no encoder-decoder has one.
+CONTINUES = "an EAGLE head continues the states of a causal LM"
 
 
 @strict
@@ -289,7 +288,7 @@ class EagleHead(PreTrainedModel):  # type: ignore[no-untyped-call]
             self.lm_head = nn.Linear(size, int(config.draft_vocab_size or 0), bias=False)
         if config.draft_vocab_size != config.vocab_size:
             self.register_buffer("d2t", torch.full((int(config.draft_vocab_size or 0),), UNKNOWN))
-        self.rotary_emb = LlamaRotaryEmbedding(config)  # type: ignore[arg-type]
+        self.rotary_emb = HeadRotaryEmbedding(config)  # type: ignore[arg-type]
         self.post_init()  # type: ignore[no-untyped-call]
 
     def _init_weights(self, module: nn.Module) -> None:
@@ -319,35 +318,33 @@ class EagleHead(PreTrainedModel):  # type: ignore[no-untyped-call]
             num_hidden_layers: of the head.
             feature_layers: see `EagleConfig`.
             token_map: ascending ids that it can say, for which it gets a copy of the target's LM head; None for all.
+
+        Raises:
+            ValueError: the target is not one whose states a head can continue, or does not have these layers or ids, or
+                its LM head cannot be copied.
         """
+        if target.config.is_encoder_decoder:
+            raise ValueError(f"{type(target).__name__} is an encoder-decoder; {CONTINUES}")
         text: Any = target.config.get_text_config(decoder=True)
-        heads, rope = text.num_attention_heads, text.to_dict().get("rope_parameters") or {}
+        ids = None if token_map is None else checked_map(token_map, text.vocab_size)
         config = EagleConfig(
+            **_sizes_of(text),
             method=method,
-            hidden_size=text.hidden_size,
-            intermediate_size=getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
             num_hidden_layers=num_hidden_layers,
-            num_attention_heads=heads,
-            num_key_value_heads=getattr(text, "num_key_value_heads", None) or heads,
-            head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
-            rms_norm_eps=getattr(text, "rms_norm_eps", 1e-5),
-            rope_parameters={"rope_type": "default", "rope_theta": rope.get("rope_theta", 10_000.0)},
-            max_position_embeddings=text.max_position_embeddings,
-            vocab_size=text.vocab_size,
-            draft_vocab_size=None if token_map is None else len(token_map),
+            draft_vocab_size=None if ids is None else len(ids),
             feature_layers=None if feature_layers is None else list(feature_layers),
-            own_lm_head=token_map is not None,
+            own_lm_head=ids is not None,
             target=TargetRecord.of(target).to_dict(),
         )
         config.layers_of(text.num_hidden_layers)
         with torch.device(target.device):
             head = cls(config)
         head.to(dtype=target.dtype)  # type: ignore[call-arg]
-        head._begin(target, token_map)
+        head._begin(target, ids)
         return head
 
     @torch.no_grad()
-    def _begin(self, target: PreTrainedModel, token_map: Sequence[int] | None) -> None:
+    def _begin(self, target: PreTrainedModel, token_map: list[int] | None) -> None:
         for name, parameter in self.named_parameters():
             if parameter.ndim == 1:
                 parameter.fill_(0.0 if name.endswith("bias") else 1.0)
@@ -358,10 +355,16 @@ class EagleHead(PreTrainedModel):  # type: ignore[no-untyped-call]
         if self.config.use_fc:
             self.fc.weight[:, -self.config.hidden_size :] += torch.eye(self.config.hidden_size).to(self.fc.weight)
         if token_map is not None:
-            ids = torch.tensor(token_map, device=self.device)
-            self.d2t.copy_(ids - torch.arange(len(ids), device=self.device))
-            lender: Any = target
-            self.lm_head.weight.copy_(lender.get_output_embeddings().weight[ids])
+            copy_lm_head(lm_head_of(target), self.lm_head, token_map)
+            if self.config.draft_vocab_size != self.config.vocab_size:
+                ids = torch.tensor(token_map, device=self.device)
+                self.d2t.copy_(ids - torch.arange(len(ids), device=self.device))
+
+    @property
+    def borrows(self) -> tuple[str, ...]:
+        """What it uses of the target's: "embeddings", "LM head"."""
+        own = {"embeddings": self.config.own_embeddings, "LM head": self.config.own_lm_head}
+        return tuple(what for what, held in own.items() if not held)
 
     @property
     def to_target(self) -> Tensor | None:
@@ -437,3 +440,43 @@ class EagleHead(PreTrainedModel):  # type: ignore[no-untyped-call]
         view = copy.deepcopy(self, shared)
         attention.install(view)
         return view
+
+
+def _sizes_of(text: PreTrainedConfig) -> dict[str, Any]:
+    """A layer as wide as the target's, by its text config.
+
+    Raises:
+        ValueError: its layers are not of attention, or differ in what counts here.
+    """
+    size, heads, vocabulary = (_said(text, name) for name in ("hidden_size", "num_attention_heads", "vocab_size"))
+    if not all(isinstance(number, int) for number in (size, heads, vocabulary)):
+        raise ValueError(
+            f"{type(text).__name__} does not say hidden_size, num_attention_heads and vocab_size for all its layers: "
+            "make the head as EagleHead(EagleConfig(...)) with sizes of your own"
+        )
+    wide = _said(text, "intermediate_size") or 4 * size
+    return {
+        "hidden_size": size,
+        "intermediate_size": wide if isinstance(wide, int) else max(wide),
+        "num_attention_heads": heads,
+        "num_key_value_heads": _said(text, "num_key_value_heads") or heads,
+        "head_dim": _said(text, "head_dim") or size // heads,
+        "rms_norm_eps": _said(text, "rms_norm_eps") or 1e-5,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": (text.to_dict().get("rope_parameters") or {}).get("rope_theta", 10_000.0),
+        },
+        # A target that is not rotated may know no longest position, and the head then has its own default.
+        "max_position_embeddings": _said(text, "max_position_embeddings")
+        or _said(text, "max_seq_len")
+        or EagleConfig.max_position_embeddings,
+        "vocab_size": vocabulary,
+    }
+
+
+def _said(text: PreTrainedConfig, field: str) -> Any:
+    """A field of a config; None where there is none, and where its layers differ in it."""
+    try:
+        return getattr(text, field, None)
+    except RuntimeError:
+        return None

@@ -14,11 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import AutoConfig
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from hf_specgen.heads.checkpoint import Checkpoint
 from hf_specgen.heads.eagle import EagleConfig, EagleHead
+from hf_specgen.heads.filling import filled
 from hf_specgen.heads.recorded import TargetRecord
+from hf_specgen.heads.rotary import HeadRotaryEmbedding
+from hf_specgen.heads.said import fault_of
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +51,7 @@ LAYER = re.compile(r"layers\.(\d+)\.")
 
 
 @dataclass(frozen=True)
-class Source:
+class Renamed:
     """A checkpoint with its keys as `EagleHead` names them.
 
     Attributes:
@@ -124,33 +126,33 @@ def is_eagle(checkpoint: Checkpoint) -> bool:
 def read_own(checkpoint: Checkpoint) -> EagleHead:
     """Reads what `EagleHead.save_pretrained` wrote."""
     config = EagleConfig.from_dict(checkpoint.config)
-    return _filled(Source(checkpoint, checkpoint.config, {key: key for key in checkpoint.shapes}), config)
+    return _filled(Renamed(checkpoint, checkpoint.config, {key: key for key in checkpoint.shapes}), config)
 
 
 def read_eagle(checkpoint: Checkpoint) -> EagleHead:
     """Reads the original's EAGLE-1 and 2."""
-    return _read_first(_source(checkpoint, checkpoint.config, EAGLE_NAMES))
+    return _read_first(_renamed(checkpoint, checkpoint.config, EAGLE_NAMES))
 
 
 def read_speculators_eagle(checkpoint: Checkpoint) -> EagleHead:
     """Reads EAGLE-1 of the library speculators."""
-    return _read_first(_source(checkpoint, _layer_config(checkpoint), SPECULATORS_EAGLE_NAMES))
+    return _read_first(_renamed(checkpoint, _layer_config(checkpoint), SPECULATORS_EAGLE_NAMES))
 
 
 def read_vllm_eagle(checkpoint: Checkpoint) -> EagleHead:
     """Reads vLLM's EAGLE-1, whose two norms are only there to be skipped unless the config says otherwise."""
     outer, inner = checkpoint.config, dict(checkpoint.config["model"])
     bias = any(outer.get(field) for field in ("bias", "eagle_fc_bias"))
-    source = _source(checkpoint, {**inner, "bias": bias}, VLLM_EAGLE_NAMES)
+    renamed = _renamed(checkpoint, {**inner, "bias": bias}, VLLM_EAGLE_NAMES)
     for field, name in (("skip_prenorm", "layers.0.input_layernorm.weight"), ("skip_output_norm", "norm.weight")):
         if inner.get(field, True):
-            source.keys.pop(name, None)
-    return _read_first(source)
+            renamed.keys.pop(name, None)
+    return _read_first(renamed)
 
 
 def read_eagle3(checkpoint: Checkpoint) -> EagleHead:
     """Reads EAGLE-3 of the original, SpecForge, AngelSlim and ModelOpt."""
-    return _read_third(_source(checkpoint, checkpoint.config, EAGLE3_NAMES))
+    return _read_third(_renamed(checkpoint, checkpoint.config, EAGLE3_NAMES))
 
 
 def read_speculators_eagle3(checkpoint: Checkpoint) -> EagleHead:
@@ -160,7 +162,7 @@ def read_speculators_eagle3(checkpoint: Checkpoint) -> EagleHead:
         *("draft_vocab_size", "target_hidden_size", "eagle_aux_hidden_state_layer_ids"),
         *("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"),
     )
-    return _read_third(_source(checkpoint, {**layer, **{k: checkpoint.config.get(k) for k in names}}, EAGLE3_NAMES))
+    return _read_third(_renamed(checkpoint, {**layer, **{k: checkpoint.config.get(k) for k in names}}, EAGLE3_NAMES))
 
 
 def feature_layers(config: Mapping[str, Any]) -> list[int] | None:
@@ -190,7 +192,7 @@ def _layer_config(checkpoint: Checkpoint) -> dict[str, Any]:
     return {**filled, **held, "tie_word_embeddings": False}
 
 
-def _source(checkpoint: Checkpoint, config: Mapping[str, Any], names: Mapping[str, str]) -> Source:
+def _renamed(checkpoint: Checkpoint, config: Mapping[str, Any], names: Mapping[str, str]) -> Renamed:
     """Our names for a checkpoint's keys.
 
     Raises:
@@ -212,7 +214,7 @@ def _source(checkpoint: Checkpoint, config: Mapping[str, Any], names: Mapping[st
         if ours in keys:
             raise ValueError(f"{checkpoint.where}: {keys[ours]} and {key} are the same weight")
         keys[ours] = key
-    return Source(checkpoint, config, keys, mask)
+    return Renamed(checkpoint, config, keys, mask)
 
 
 def _refused(checkpoint: Checkpoint, config: Mapping[str, Any]) -> str | None:
@@ -242,88 +244,88 @@ def _quantized(key: str, dtype: torch.dtype) -> bool:
     return key.endswith("weight") and (not dtype.is_floating_point or dtype.itemsize < 2)
 
 
-def _read_first(source: Source) -> EagleHead:
+def _read_first(renamed: Renamed) -> EagleHead:
     """EAGLE-1: what follows from config and keys, then the weights."""
-    target = source.config.get("target_hidden_size") or source.get("hidden_size")
+    target = renamed.config.get("target_hidden_size") or renamed.get("hidden_size")
     return _filled(
-        source,
+        renamed,
         EagleConfig(
             method="eagle",
             target_hidden_size=target,
-            first_layernorm="layers.0.input_layernorm.weight" in source.keys,
-            embed_norm="embed_norm.weight" in source.keys,
-            feature_norm="feature_norm.weight" in source.keys,
-            final_norm="norm.weight" in source.keys,
+            first_layernorm="layers.0.input_layernorm.weight" in renamed.keys,
+            embed_norm="embed_norm.weight" in renamed.keys,
+            feature_norm="feature_norm.weight" in renamed.keys,
+            final_norm="norm.weight" in renamed.keys,
             # The target's states that the head continues are normed ones.
-            norm_output="norm.weight" in source.keys,
-            **_shape(source),
+            norm_output="norm.weight" in renamed.keys,
+            **_shape(renamed),
         ),
     )
 
 
-def _read_third(source: Source) -> EagleHead:
+def _read_third(renamed: Renamed) -> EagleHead:
     """EAGLE-3: what follows from config and keys, then the weights."""
-    config, inner = source.config, source.config.get("eagle_config") or {}
-    for name, key in list(source.keys.items()):
+    config, inner = renamed.config, renamed.config.get("eagle_config") or {}
+    for name, key in list(renamed.keys.items()):
         # In SGLang's later layers the norm of the input has another name.
         if re.fullmatch(r"layers\.[1-9]\d*\.hidden_norm\.weight", name):
             ours = name.replace("hidden_norm", "input_layernorm")
-            if ours in source.keys:
-                raise source.error(
-                    f"{key} and {source.keys[ours]} both norm the input of a layer: it is not known which"
+            if ours in renamed.keys:
+                raise renamed.error(
+                    f"{key} and {renamed.keys[ours]} both norm the input of a layer: it is not known which"
                 )
-            source.keys[ours] = source.keys.pop(name)
-    layers, target = feature_layers(config), config.get("target_hidden_size") or source.get("hidden_size")
+            renamed.keys[ours] = renamed.keys.pop(name)
+    layers, target = feature_layers(config), config.get("target_hidden_size") or renamed.get("hidden_size")
     use_fc = bool(inner.get("use_aux_hidden_state", True))
     return _filled(
-        source,
+        renamed,
         EagleConfig(
             method="eagle3",
             target_hidden_size=target,
-            feature_layers=_checked_layers(source, layers, target) if use_fc else [-1],
+            feature_layers=_checked_layers(renamed, layers, target) if use_fc else [-1],
             use_fc=use_fc,
             norm_before_residual=bool(config.get("norm_before_residual", False)),
             norm_before_fc=bool(inner.get("norm_before_fc", config.get("norm_before_fc", False))),
             fc_norm=bool(config.get("fc_norm") or config.get("use_aux_norm")),
             norm_output=bool(config.get("norm_output", False)),
-            **_shape(source),
+            **_shape(renamed),
         ),
     )
 
 
-def _checked_layers(source: Source, layers: list[int] | None, target: int) -> list[int] | None:
+def _checked_layers(renamed: Renamed, layers: list[int] | None, target: int) -> list[int] | None:
     """The layers that are read, if the first weight takes as many.
 
     Raises:
         ValueError: it takes more or fewer, or states of another size.
     """
-    if "fc.weight" not in source.keys:
+    if "fc.weight" not in renamed.keys:
         return layers  # it will be listed as missing
-    width, count = source.shape("fc.weight")[1], 3 if layers is None else len(layers)
+    width, count = renamed.shape("fc.weight")[1], 3 if layers is None else len(layers)
     if width != count * target:
         said = "says none, so 3" if layers is None else f"says {layers}"
-        raise source.error(
-            f"{source.keys['fc.weight']} takes {width} numbers, so {width / target:g} states of {target}, and of "
+        raise renamed.error(
+            f"{renamed.keys['fc.weight']} takes {width} numbers, so {width / target:g} states of {target}, and of "
             f"eagle_aux_hidden_state_layer_ids its config {said}"
         )
     return layers
 
 
-def _shape(source: Source) -> dict[str, Any]:
+def _shape(renamed: Renamed) -> dict[str, Any]:
     """The fields that both methods share."""
-    config, keys = source.config, source.keys
-    vocabulary, draft = _vocabularies(source)
-    verifier = (source.checkpoint.config.get("speculators_config") or {}).get("verifier") or {}
-    layers = _layers(source)
+    config, keys = renamed.config, renamed.keys
+    vocabulary, draft = _vocabularies(renamed)
+    verifier = (renamed.checkpoint.config.get("speculators_config") or {}).get("verifier") or {}
+    layers = _layers(renamed)
     kinds = set((config.get("layer_types") or ())[:layers])
     if len(kinds) > 1:
-        raise source.error(f"its layers are of {', '.join(sorted(kinds))}: windows in some only are not supported")
-    first, latent = "layers.0.self_attn", _latent(source)
+        raise renamed.error(f"its layers are of {', '.join(sorted(kinds))}: windows in some only are not supported")
+    first, latent = "layers.0.self_attn", _latent(renamed)
     return {
-        "hidden_size": source.get("hidden_size"),
-        "intermediate_size": source.get("intermediate_size"),
+        "hidden_size": renamed.get("hidden_size"),
+        "intermediate_size": renamed.get("intermediate_size"),
         "num_hidden_layers": layers,
-        "num_attention_heads": source.get("num_attention_heads"),
+        "num_attention_heads": renamed.get("num_attention_heads"),
         # A latent is expanded to all heads, whatever number was copied from a target's config.
         "num_key_value_heads": None if latent else config.get("num_key_value_heads"),
         "head_dim": config.get("head_dim"),
@@ -351,53 +353,53 @@ def _shape(source: Source) -> dict[str, Any]:
     }
 
 
-def _latent(source: Source) -> dict[str, Any]:
+def _latent(renamed: Renamed) -> dict[str, Any]:
     """The fields of multi-head latent attention, as in DeepSeek-V3 and Kimi-K2; none where the keys are of plain one.
 
     Raises:
         ValueError: the config does not say them all.
     """
-    if "layers.0.self_attn.kv_a_proj_with_mqa.weight" not in source.keys:
+    if "layers.0.self_attn.kv_a_proj_with_mqa.weight" not in renamed.keys:
         return {}
     sizes = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
     return {
-        **{size: source.get(size) for size in sizes},
+        **{size: renamed.get(size) for size in sizes},
         # Without it queries are not compressed.
-        "q_lora_rank": source.config.get("q_lora_rank"),
-        "rope_interleave": bool(source.config.get("rope_interleave", True)),
+        "q_lora_rank": renamed.config.get("q_lora_rank"),
+        "rope_interleave": bool(renamed.config.get("rope_interleave", True)),
     }
 
 
-def _layers(source: Source) -> int:
+def _layers(renamed: Renamed) -> int:
     """How many layers there are.
 
     Raises:
         ValueError: the config says another number.
     """
-    found = 1 + max((int(match[1]) for name in source.keys if (match := LAYER.match(name))), default=0)
-    said = source.config.get("num_hidden_layers")
+    found = 1 + max((int(match[1]) for name in renamed.keys if (match := LAYER.match(name))), default=0)
+    said = renamed.config.get("num_hidden_layers")
     # Trainers that have a `midlayer` have no more, whatever number they copied from the target's config.
-    single = any("midlayer." in key for key in source.keys.values())
+    single = any("midlayer." in key for key in renamed.keys.values())
     if said is not None and said != found and not single:
-        raise source.error(f"its config says num_hidden_layers={said}, and its keys are of {found}")
+        raise renamed.error(f"its config says num_hidden_layers={said}, and its keys are of {found}")
     return found
 
 
-def _vocabularies(source: Source) -> tuple[int, int]:
+def _vocabularies(renamed: Renamed) -> tuple[int, int]:
     """How many ids the target has, and how many the head.
 
     Raises:
         ValueError: config and weights do not agree.
     """
-    whole: int = source.get("vocab_size")
-    mask = (whole,) if source.mask is None else source.checkpoint.shapes[source.mask][1]
+    whole: int = renamed.get("vocab_size")
+    mask = (whole,) if renamed.mask is None else renamed.checkpoint.shapes[renamed.mask][1]
     if mask != (whole,):
-        raise source.error(f"its config says vocab_size={whole}, and t2d has shape {mask}")
-    said = source.config.get("draft_vocab_size") or source.checkpoint.config.get("truncated_vocab_size")
-    mapped = next((source.shape(name)[0] for name in ("d2t", "token_map") if name in source.keys), None)
+        raise renamed.error(f"its config says vocab_size={whole}, and t2d has shape {mask}")
+    said = renamed.config.get("draft_vocab_size") or renamed.checkpoint.config.get("truncated_vocab_size")
+    mapped = next((renamed.shape(name)[0] for name in ("d2t", "token_map") if name in renamed.keys), None)
     draft = said or mapped or whole
     if mapped is not None and mapped != draft:
-        raise source.error(f"its config says draft_vocab_size={draft}, and its map has {mapped} ids")
+        raise renamed.error(f"its config says draft_vocab_size={draft}, and its map has {mapped} ids")
     return whole, draft
 
 
@@ -417,46 +419,32 @@ def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**rope, "rope_type": kind, "rope_theta": float(theta)}
 
 
-def _filled(source: Source, config: EagleConfig) -> EagleHead:
-    """A head of this shape with the checkpoint's weights, in the dtype of its attention.
+def _filled(renamed: Renamed, config: EagleConfig) -> EagleHead:
+    """A head of this shape with the checkpoint's weights.
 
     Raises:
-        ValueError: keys are missing or left over, or one has another shape.
+        ValueError: keys are missing or left over, one has another shape, or the map to the target's ids is none.
     """
-    checkpoint, keys = source.checkpoint, source.keys
-    with torch.device("meta"):
-        head = EagleHead(config)
-    wanted = head.state_dict()
-    mapped = [name for name in ("d2t", "token_map") if name in keys]
-    missing = [name for name in wanted if name not in keys and not (name == "d2t" and mapped)]
-    leftover = [key for name, key in keys.items() if name not in wanted and name not in mapped]
-    if missing or leftover:
-        raise source.error(f"it lacks {', '.join(missing) or 'nothing'}; left over are {', '.join(leftover) or 'none'}")
-    for name in wanted:
-        if name in keys and source.shape(name) != wanted[name].shape:
-            theirs, ours = source.shape(name), tuple(wanted[name].shape)
-            if (name, bool(mapped)) != ("lm_head.weight", True) or theirs[0] != config.vocab_size:
-                raise source.error(f"{keys[name]} has shape {theirs}, and by its config it should have {ours}")
-    read = dict(zip(keys, checkpoint.tensors(keys.values()).values(), strict=True))
-    dtype = read["layers.0.self_attn.o_proj.weight"].dtype
-    tensors = {name: read[name].to(dtype) for name in wanted if name != "d2t"}
+    keys = dict(renamed.keys)
+    mapped = [keys.pop(name) for name in ("d2t", "token_map") if name in keys]
+    read = dict(zip(keys, renamed.checkpoint.tensors(keys.values()).values(), strict=True))
     if mapped:
-        offsets = _offsets(source, config, read[mapped[0]])
-        if "lm_head.weight" in tensors and len(tensors["lm_head.weight"]) > len(offsets):
+        offsets = _offsets(renamed, config, renamed.checkpoint.tensors(mapped)[mapped[0]])
+        lm_head = read.get("lm_head.weight")
+        if lm_head is not None and len(offsets) != len(lm_head) == config.vocab_size:
             # vLLM takes a whole LM head too and keeps the rows that its map names.
-            tensors["lm_head.weight"] = tensors["lm_head.weight"][torch.arange(len(offsets)) + offsets]
-        if "d2t" in wanted:
-            tensors["d2t"] = offsets
+            read["lm_head.weight"] = lm_head[torch.arange(len(offsets)) + offsets]
+        if config.draft_vocab_size != config.vocab_size:
+            read["d2t"] = offsets
         elif bool(offsets.any()):
-            raise source.error(f"{keys[mapped[0]]} renames ids, and both vocabularies are of {config.vocab_size}")
-    head.load_state_dict(tensors, assign=True)
+            raise renamed.error(f"{mapped[0]} renames ids, and both vocabularies are of {config.vocab_size}")
+    head = filled(renamed.checkpoint, lambda: EagleHead(config), read, lambda name: renamed.keys.get(name, name))
     # The frequencies are no weights and still on meta.
-    head.rotary_emb = LlamaRotaryEmbedding(config)  # type: ignore[arg-type]
-    head.train(False)
+    head.rotary_emb = HeadRotaryEmbedding(config)  # type: ignore[arg-type]
     return head
 
 
-def _offsets(source: Source, config: EagleConfig, raw: Tensor) -> Tensor:
+def _offsets(renamed: Renamed, config: EagleConfig, raw: Tensor) -> Tensor:
     """What is added to a draft id to get the target's; some files hold the target's ids themselves.
 
     Raises:
@@ -464,22 +452,31 @@ def _offsets(source: Source, config: EagleConfig, raw: Tensor) -> Tensor:
     """
     raw = raw.reshape(-1).long()
     places = torch.arange(len(raw))
-    readings = [raw - places] if "token_map" in source.keys else [raw, raw - places]
-    kept = _kept(source, len(raw))
+    readings = [raw - places] if "token_map" in renamed.keys else [raw, raw - places]
+    kept = _kept(renamed, len(raw))
     for offsets in readings:
         ids = places + offsets
-        within = int(ids.min()) >= 0 and int(ids.max()) < config.vocab_size and len(set(ids.tolist())) == len(ids)
-        if within and (kept is None or torch.equal(ids.sort().values, kept)):
+        if fault_of(ids, config.vocab_size) is None and (kept is None or torch.equal(ids.sort().values, kept)):
             return offsets
-    raise source.error(
-        f"{source.keys.get('d2t', 'token_map')} names, as offsets or as ids, not {len(raw)} of the target's "
+    raise renamed.error(
+        f"{_map_key(renamed)} names, as offsets or as ids, not {len(raw)} of the target's "
         f"{config.vocab_size} ids" + ("" if kept is None else ", or not those that t2d does")
     )
 
 
-def _kept(source: Source, count: int) -> Tensor | None:
-    """The target's ids that the head can say, by the mask over them; None where there is none or it was never set."""
-    if source.mask is None:
+def _kept(renamed: Renamed, count: int) -> Tensor | None:
+    """The target's ids that the head can say, by the mask over them; None where there is none or it was never set.
+
+    Raises:
+        ValueError: it is set for more or fewer ids than the map has.
+    """
+    if renamed.mask is None:
         return None
-    kept = source.checkpoint.tensors([source.mask])[source.mask].reshape(-1).nonzero().reshape(-1)
-    return kept if len(kept) == count else None
+    kept = renamed.checkpoint.tensors([renamed.mask])[renamed.mask].reshape(-1).nonzero().reshape(-1)
+    if len(kept) not in (0, count):
+        raise renamed.error(f"{renamed.mask} keeps {len(kept)} ids, and {_map_key(renamed)} has {count}: one is wrong")
+    return kept if len(kept) else None
+
+
+def _map_key(renamed: Renamed) -> str:
+    return next(renamed.keys[name] for name in ("d2t", "token_map") if name in renamed.keys)

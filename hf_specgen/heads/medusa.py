@@ -13,6 +13,7 @@ from transformers import initialization as init
 from transformers.activations import ACT2FN
 
 from hf_specgen.heads.recorded import TargetRecord
+from hf_specgen.heads.said import copy_lm_head, lm_head_of
 
 LMHeads = Literal["own", "shared", "target"]
 
@@ -128,9 +129,7 @@ class MedusaHeads(PreTrainedModel):
             ValueError: the target's LM head cannot be copied, because it is not whole or is quantized.
         """
         text = target.config.get_text_config(decoder=True)
-        source = target.get_output_embeddings()  # type: ignore[no-untyped-call]
-        if source is None:
-            raise ValueError(f"{type(target).__name__} has no LM head")
+        source = lm_head_of(target)
         config = MedusaConfig(
             hidden_size=text.hidden_size,
             vocab_size=text.vocab_size,
@@ -141,20 +140,31 @@ class MedusaHeads(PreTrainedModel):
             lm_head_bias=lm_heads != "target" and getattr(source, "bias", None) is not None,
             target=TargetRecord.of(target).to_dict(),
         )
-        with torch.device(source.weight.device):
+        weight = getattr(source, "weight", None)
+        with torch.device(weight.device if isinstance(weight, Tensor) else target.device):
             heads = cls(config)
         heads.to(dtype=target.dtype)  # type: ignore[call-arg]
         with torch.no_grad():
             for parameter in heads.blocks.parameters():
                 parameter.zero_()
-            for head in heads.lm_heads:
-                _copy(source, head)
+        for head in heads.lm_heads:
+            copy_lm_head(source, head)
         return heads
 
     @property
-    def guesses(self) -> int | None:
-        """Ids that a head tells apart; None: as many as the target has."""
+    def known_ids(self) -> int | None:
+        """How many ids a head tells apart; None: as many as the target has."""
         return self.config.draft_vocab_size or self.config.vocab_size
+
+    @property
+    def to_target(self) -> Tensor | None:
+        """`(draft vocabulary,)` the target's id for each of the heads' own; None where they are the same."""
+        return self.token_map
+
+    @property
+    def borrows(self) -> tuple[str, ...]:
+        """What they use of the target's: "LM head"."""
+        return ("LM head",) if self.config.lm_heads == "target" else ()
 
     def forward(self, states: Tensor, lm_head: nn.Module | None = None, count: int | None = None) -> Tensor:
         """The heads' logits.
@@ -165,11 +175,12 @@ class MedusaHeads(PreTrainedModel):
             count: run only the first `count` heads.
 
         Returns:
-            `(batch, heads, ids)`; see `to_target` for what the ids mean.
+            `(batch, heads, known ids)`; `to_target` says which of the target's ids these are.
         """
         kept = self.config.lm_heads
         ours = next(self.parameters(), states)
-        moved = states.to(ours.device, ours.dtype)
+        # Offloaded weights are nowhere (meta), and their hooks move what they are given.
+        moved = states.to(states.device if ours.is_meta else ours.device, ours.dtype)
         features = torch.stack([self._features(cast(nn.ModuleList, one), moved) for one in self.blocks[:count]], dim=1)
         if kept == "own":
             pairs = zip(self.lm_heads[:count], features.unbind(1), strict=True)
@@ -186,28 +197,3 @@ class MedusaHeads(PreTrainedModel):
         for block in blocks:
             states = states + self.act(block(states))
         return states
-
-    def to_target(self, logits: Tensor) -> Tensor:
-        """Logits over the target's vocabulary: -inf for ids that the heads do not know.
-
-        Args:
-            logits: `(..., ids)` as `forward` returns them.
-        """
-        if self.token_map is None:
-            return logits
-        assert self.config.vocab_size is not None
-        whole = logits.new_full((*logits.shape[:-1], self.config.vocab_size), -torch.inf)
-        whole[..., self.token_map] = logits
-        return whole
-
-
-def _copy(source: nn.Module, head: nn.Module) -> None:
-    """Copies an LM head's weights, where there are any."""
-    for name, parameter in head.named_parameters():
-        theirs = getattr(source, name)
-        if theirs.shape != parameter.shape or not theirs.is_floating_point():
-            raise ValueError(
-                f"the target's LM head is {tuple(theirs.shape)} of {theirs.dtype} and not {tuple(parameter.shape)} of "
-                "floats: gather sharded weights first, or pass lm_heads='target'"
-            )
-        parameter.copy_(theirs)

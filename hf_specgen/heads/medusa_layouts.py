@@ -17,8 +17,10 @@ import torch
 from torch import Tensor
 
 from hf_specgen.heads.checkpoint import Checkpoint
+from hf_specgen.heads.filling import filled
 from hf_specgen.heads.medusa import MedusaConfig, MedusaHeads
 from hf_specgen.heads.recorded import TargetRecord
+from hf_specgen.heads.said import fault_of
 
 logger = logging.getLogger(__name__)
 
@@ -61,8 +63,8 @@ class Found:
 
     def theirs(self, key: str) -> str:
         """Their name of what is `key` here, whether it is there or not."""
-        if key in self.keys or key == "token_map":
-            return self.keys.get(key, key)
+        if key in self.keys:
+            return self.keys[key]
         module, head, *rest = key.split(".")
         return self.block.format(head, *rest) if module == "blocks" else self.lm_head.format(head, self.layers)
 
@@ -138,7 +140,10 @@ def read_vllm(checkpoint: Checkpoint) -> MedusaHeads:
 def read_own(checkpoint: Checkpoint) -> MedusaHeads:
     """Reads what `MedusaHeads.save_pretrained` wrote."""
     config = MedusaConfig.from_dict(checkpoint.config)
-    return _filled(checkpoint, config, checkpoint.tensors(), Found(keys={key: key for key in checkpoint.shapes}))
+    heads = filled(checkpoint, lambda: MedusaHeads(config), checkpoint.tensors())
+    if heads.to_target is not None:
+        _refuse_map(checkpoint, "token_map", heads.to_target, int(config.vocab_size or 0))
+    return heads
 
 
 def _numbered(checkpoint: Checkpoint, prefix: str) -> bool:
@@ -269,10 +274,11 @@ def _build(checkpoint: Checkpoint, found: Found, more: Mapping[str, Any]) -> Med
     if mapped is not None and found.token_map is not None:
         tensors["token_map"] = ids = checkpoint.tensors([found.token_map])[found.token_map].long()
         found.keys["token_map"] = found.token_map
+        _refuse_map(checkpoint, found.token_map, ids, int(config.vocab_size or 0))
         for key in tensors:
-            if key.startswith("lm_heads.") and tensors[key].shape[0] != mapped:
+            if key.startswith("lm_heads.") and mapped != len(tensors[key]) == config.vocab_size:
                 tensors[key] = tensors[key][ids]
-    return _filled(checkpoint, config, tensors, found)
+    return filled(checkpoint, lambda: MedusaHeads(config), tensors, found.theirs, found.leftover)
 
 
 def _compare_size(checkpoint: Checkpoint, name: str, found: int) -> None:
@@ -312,29 +318,6 @@ def _floating(checkpoint: Checkpoint, key: str, tensor: Tensor) -> Tensor:
     return (tensor.float() * factor.reshape(())).to(getattr(torch, str(named).removeprefix("torch.")))
 
 
-def _filled(checkpoint: Checkpoint, config: MedusaConfig, tensors: dict[str, Tensor], found: Found) -> MedusaHeads:
-    """Heads with these weights, in the dtype of the first.
-
-    Raises:
-        ValueError: keys are missing or left over, or one has another shape.
-    """
-    with torch.device("meta"):
-        heads = MedusaHeads(config)
-    wanted = heads.state_dict()
-    missing = [found.theirs(key) for key in wanted if key not in tensors]
-    leftover = [found.keys.get(key, key) for key in tensors if key not in wanted] + found.leftover
-    if missing or leftover:
-        raise ValueError(
-            f"{checkpoint.where} is not whole: it lacks {', '.join(missing) or 'nothing'} (of {config.num_heads} heads "
-            f"with {config.num_layers} blocks), and has {', '.join(leftover) or 'nothing'} beside what is read"
-        )
-    dtype = next(tensor.dtype for tensor in tensors.values() if tensor.is_floating_point())
-    tensors = {key: tensor.to(dtype) if tensor.is_floating_point() else tensor for key, tensor in tensors.items()}
-    for key, tensor in tensors.items():
-        if tensor.shape != wanted[key].shape:
-            raise ValueError(
-                f"{checkpoint.where}: {found.keys[key]} has shape {tuple(tensor.shape)}, not {tuple(wanted[key].shape)}"
-            )
-    heads.load_state_dict(tensors, assign=True)
-    heads.train(False)
-    return heads
+def _refuse_map(checkpoint: Checkpoint, key: str, ids: Tensor, vocabulary: int) -> None:
+    if fault := fault_of(ids, vocabulary):
+        raise ValueError(f"{checkpoint.where}: {key} {fault}")
