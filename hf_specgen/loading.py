@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from dataclasses import dataclass, field
 from os import PathLike
@@ -47,12 +48,13 @@ class Location:
     def of(cls, path_or_id: str | PathLike[str], **settings: Any) -> Location:
         """A location by the name that a user gives it."""
         path = Path(path_or_id).expanduser()
-        return cls(str(path.absolute()) if path.exists() else str(path_or_id), **settings)
+        # Path.exists raises for a name that is too long for a file.
+        return cls(str(path.absolute()) if os.path.exists(path) else str(path_or_id), **settings)
 
     def stamp(self) -> tuple[Any, ...]:
         """Changes when files on this machine are saved anew. What the hub has for a revision is asked for once."""
         path = Path(self.path)
-        if not path.exists():
+        if not os.path.exists(path):
             return ()
         files = sorted(path.iterdir()) if path.is_dir() else [path, path.parent / "config.json"]
         stats = [(file.name, file.stat()) for file in files if file.is_file()]
@@ -140,7 +142,7 @@ def load(location: Location, target: PreTrainedModel) -> Loaded:
             return drafter_of(_causal_lm(location, target))
         except UNLOADABLE as error:
             raise ValueError(f"{unknown(checkpoint)}. And it is no causal LM: {error}") from error
-    head: Any = layout.read(checkpoint)
+    head: Any = layout.head(checkpoint)
     TargetRecord.from_dict(head.config.target or {}).check(target)
     loaded = drafter_of(head.to(device=input_device(target), dtype=target.dtype))
     return Loaded(loaded.drafter, loaded.method, f"{layout.name}: {loaded.origin}")

@@ -334,3 +334,70 @@ def test_a_layout_that_nobody_knows_lists_its_keys_and_what_is_known(tmp_path):
 
 def test_layouts_have_names_of_their_own():
     assert len({layout.name for layout in LAYOUTS}) == len(LAYOUTS) > 0
+
+
+# --------------------------------------------------------------------------------------------------------- malformed
+
+
+def medusa(path, config, **tensors):
+    path.mkdir(exist_ok=True)
+    (path / "config.json").write_text(json.dumps(config))
+    save_file({name.replace("_", "."): tensor for name, tensor in tensors.items()}, path / "model.safetensors")
+    return path
+
+
+OWN = {"model_type": "hf_specgen_medusa", "hidden_size": 4, "vocab_size": 8}
+BLOCK = {"blocks_0_0_weight": torch.zeros(4, 4), "blocks_0_0_bias": torch.zeros(4)}
+
+
+@pytest.mark.parametrize(
+    ("config", "tensors", "message"),
+    [
+        ({**OWN, "num_heads": 10**9}, BLOCK, "num_heads=1000000000, more than any head has"),
+        (
+            OWN,
+            {**BLOCK, "blocks_99999999_0_weight": torch.zeros(4, 4)},
+            r"the key blocks\.99999999\.0\.weight, a place",
+        ),
+        (
+            {**OWN, "num_heads": 1, "hidden_act": "nope"},
+            BLOCK,
+            'malformed for the layout "hf_specgen\'s Medusa": KeyError',
+        ),
+        ({**OWN, "hidden_size": "four"}, BLOCK, "malformed for the layout"),
+        ({"model_type": "medusa"}, {"blocks_0_layers_0_weight": torch.zeros(())}, "malformed for the layout"),
+    ],
+    ids=["endless config", "endless key", "activation", "size", "scalar"],
+)
+def test_what_nobody_would_write_is_an_error_that_says_where(config, tensors, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        read_head(Checkpoint.open(medusa(tmp_path, config, **tensors)))
+
+
+def test_a_pickle_that_holds_itself_ends(tmp_path):
+    held = {}
+    held["model"] = held
+    torch.save(held, tmp_path / "pytorch_model.bin")
+    with pytest.raises(ValueError, match="has no weights"):
+        Checkpoint.open(tmp_path)
+
+
+def test_weights_beside_a_counter_are_unwrapped(tmp_path):
+    torch.save({"model": {"fc.weight": torch.ones(2)}, "step": torch.tensor(1)}, tmp_path / "pytorch_model.bin")
+    assert list(Checkpoint.open(tmp_path).shapes) == ["fc.weight"]
+
+
+@pytest.mark.parametrize(
+    "index", ['{"weight_map": [1]}', '{"weight_map": null}', '{"weight_map": {"a": 5}}', "[" * 99_999]
+)
+def test_an_index_that_is_none_is_an_error(index, tmp_path):
+    save_file({"a": torch.zeros(1)}, tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(ValueError, match=r"weight_map|is not JSON"):
+        Checkpoint.open(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["", " ", "x" * 5000])
+def test_a_name_that_no_file_can_have_is_an_error(name):
+    with pytest.raises(ValueError, match=r"no path|cannot be the id|too long"):
+        Checkpoint.open(name)

@@ -59,10 +59,11 @@ class Eagle:
         """Refuses what is no head, and trees without nodes."""
         if not isinstance(self.head, EagleHead):
             raise ValueError(
-                f"head is {self.head!r}, not an EagleHead; to load one by its path or hub id pass assistant=path"
+                f"head is a {type(self.head).__name__}, not hf_specgen.EagleHead; to load a published one pass its path or "
+                "hub id as assistant="
             )
-        if self.top_k < 1 or self.nodes < 1:
-            raise ValueError(f"top_k and nodes must be at least 1, not {self.top_k} and {self.nodes}")
+        if not all(isinstance(count, int) and count > 0 for count in (self.top_k, self.nodes)):
+            raise ValueError(f"top_k and nodes must be whole numbers, 1 or more, not {self.top_k} and {self.nodes}")
 
     def start(self, target: PreTrainedModel, request: Request) -> EagleSession:
         """See `Drafter`.

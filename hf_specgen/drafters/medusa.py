@@ -60,8 +60,8 @@ class Medusa:
                 f"heads is a {type(self.heads).__name__}, not hf_specgen.MedusaHeads; to load published ones pass "
                 "their path or hub id as assistant="
             )
-        if self.top_k < 1 or self.nodes < 1:
-            raise ValueError(f"a tree needs a node at least, not top_k={self.top_k} and nodes={self.nodes}")
+        if not all(isinstance(count, int) and count > 0 for count in (self.top_k, self.nodes)):
+            raise ValueError(f"top_k and nodes must be whole numbers, 1 or more, not {self.top_k} and {self.nodes}")
         if self.choices is not None:
             object.__setattr__(self, "choices", closed(self.choices))
 

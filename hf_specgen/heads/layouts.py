@@ -18,6 +18,11 @@ if TYPE_CHECKING:
 Head: TypeAlias = "MedusaHeads | EagleHead"
 
 SHOWN = 24  # kinds of keys that an error lists
+# More layers or heads than any model has: whoever wrote so many would have us build them.
+MOST_PLACES = 1_000
+COUNTS = re.compile(r"num_(\w*_)?(layers|heads)|\w+_num_(layers|heads)")
+# What reading raises where a value in a config, or a tensor, is of a kind that nobody would write there.
+MALFORMED = (TypeError, KeyError, IndexError, AttributeError, StopIteration, RuntimeError, OverflowError)
 PLACE = re.compile(r"(?<![^.])#(?![^.])")
 NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
@@ -37,6 +42,19 @@ class Layout:
     recognises: Callable[[Checkpoint], bool]
     read: Callable[[Checkpoint], Head]
     seen_in: str
+
+    def head(self, checkpoint: Checkpoint) -> Head:
+        """Reads a checkpoint that this layout recognises.
+
+        Raises:
+            ValueError: keys are missing or left over, or something in it is not what it should be.
+        """
+        _refuse_endless(checkpoint)
+        try:
+            return self.read(checkpoint)
+        except MALFORMED as error:
+            told = f"{type(error).__name__}: {error}"
+            raise ValueError(f"{checkpoint.where} is malformed for the layout {self.name!r}: {told}") from error
 
 
 # The first that recognises a checkpoint reads it.
@@ -75,7 +93,16 @@ def read_head(checkpoint: Checkpoint) -> Head:
     layout = layout_of(checkpoint)
     if layout is None:
         raise ValueError(unknown(checkpoint))
-    return layout.read(checkpoint)
+    return layout.head(checkpoint)
+
+
+def _refuse_endless(checkpoint: Checkpoint) -> None:
+    for name, count in checkpoint.config.items():
+        if COUNTS.fullmatch(name) and isinstance(count, int) and count > MOST_PLACES:
+            raise ValueError(f"the config of {checkpoint.where} says {name}={count}, more than any head has")
+    for key in checkpoint.shapes:
+        if any(len(number) > 9 or int(number) > MOST_PLACES for number in NUMBER.findall(key)):
+            raise ValueError(f"{checkpoint.where} has the key {key}, a place that no model has")
 
 
 def unknown(checkpoint: Checkpoint) -> str:

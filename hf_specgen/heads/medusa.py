@@ -66,6 +66,9 @@ class MedusaConfig(PreTrainedConfig):
             raise ValueError("draft_vocab_size needs LM heads of that size: lm_heads='own' or 'shared'")
         if self.lm_heads != "target" and self.vocab_size is None:
             raise ValueError(f"lm_heads={self.lm_heads!r} needs vocab_size")
+        shares = [share for ranks in self.accuracies or () for share in ranks]
+        if not all(isinstance(share, int | float) and 0 <= share <= 1 for share in shares):
+            raise ValueError("accuracies must hold for each head a list of shares from 0 to 1, one for each rank")
 
 
 class MedusaHeads(PreTrainedModel):
