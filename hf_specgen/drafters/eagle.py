@@ -59,8 +59,8 @@ class Eagle:
         """Refuses what is no head, and trees without nodes."""
         if not isinstance(self.head, EagleHead):
             raise ValueError(
-                f"head is a {type(self.head).__name__}, not hf_specgen.EagleHead; to load a published one pass its path or "
-                "hub id as assistant="
+                f"head is a {type(self.head).__name__}, not hf_specgen.EagleHead; to load a published one pass its "
+                "path or hub id as assistant="
             )
         if not all(isinstance(count, int) and count > 0 for count in (self.top_k, self.nodes)):
             raise ValueError(f"top_k and nodes must be whole numbers, 1 or more, not {self.top_k} and {self.nodes}")
