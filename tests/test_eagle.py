@@ -1075,7 +1075,7 @@ def test_weights_that_are_gathered_pass_by_pass_are_not_borrowed(monkeypatch):
 
 
 def test_what_is_no_head_is_refused():
-    with pytest.raises(ValueError, match="not hf_specgen.EagleHead"):
+    with pytest.raises(ValueError, match=r"not hf_specgen\.EagleHead"):
         sg.Eagle("path")
     with pytest.raises(ValueError, match="1 or more, not 0 and 60"):
         sg.Eagle(head_of("eagle"), top_k=0)
