@@ -114,6 +114,11 @@ def load_assistant(
         ValueError: there is nothing of that name; no layout fits, and it is no causal LM either; weights are missing;
             or it was trained for a model of other sizes.
     """
+    if not isinstance(path_or_id, str | PathLike) or not isinstance(target, torch.nn.Module):
+        raise ValueError(
+            f"load_assistant takes a path or hub id and the target, not a {type(path_or_id).__name__} and a "
+            f"{type(target).__name__}; a loaded model or head is an assistant= as it is"
+        )
     location = Location.of(path_or_id, revision=revision, trust_remote_code=trust_remote_code)
     return load(location, generative(target)).drafter
 

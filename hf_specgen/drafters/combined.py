@@ -30,7 +30,8 @@ def checked(name: str, drafters: Sequence[Drafter]) -> tuple[Drafter, ...]:
         if isinstance(drafter, type) or not callable(getattr(drafter, "start", None)):
             raise ValueError(
                 f"{name} takes drafters such as hf_specgen.PromptLookup(), not a {type(drafter).__name__}; "
-                "a causal LM goes into hf_specgen.DraftModel(model)"
+                "a causal LM goes into hf_specgen.DraftModel(model), heads go into Medusa(heads) or Eagle(head), and "
+                "hf_specgen.load_assistant(path, target) makes a drafter of a path"
             )
     if len(drafters) < 2:
         raise ValueError(f"{name} takes two drafters or more, not {len(drafters)}")

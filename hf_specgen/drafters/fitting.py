@@ -56,10 +56,11 @@ def _refuse_sizes(head: Head, target: PreTrainedModel) -> None:
         ("vocab_size", size(target), config.vocab_size),
     ):
         if theirs is not None and ours != theirs:
-            trained = (config.target or {}).get("name") or "another model"
+            name = (config.target or {}).get("name")
+            told = f" (it names {name})" if name else ""
             raise ValueError(
-                f"{type(target).__name__} has {what}={ours} and the {_kind(head)} was made for {theirs}, "
-                f"that of {trained}: load the one that was trained for this target"
+                f"{type(target).__name__} has {what}={ours} and the {_kind(head)} was made for {theirs}{told}: load "
+                "the one that was trained for this target"
             )
 
 

@@ -80,6 +80,8 @@ class Renamed:
         Raises:
             ValueError: it is not there.
         """
+        if not self.checkpoint.config:
+            raise self.error(f"there is no config.json beside its weights to say {field}, which no weight tells")
         if self.config.get(field) is None:
             raise self.error(f"its config does not say {field}, which no weight tells")
         return self.config[field]
@@ -459,8 +461,8 @@ def _offsets(renamed: Renamed, config: EagleConfig, raw: Tensor) -> Tensor:
         if fault_of(ids, config.vocab_size) is None and (kept is None or torch.equal(ids.sort().values, kept)):
             return offsets
     raise renamed.error(
-        f"{_map_key(renamed)} names, as offsets or as ids, not {len(raw)} of the target's "
-        f"{config.vocab_size} ids" + ("" if kept is None else ", or not those that t2d does")
+        f"{_map_key(renamed)} must lead to {len(raw)} of the target's {config.vocab_size} ids, each once"
+        f"{'' if kept is None else ', those that t2d keeps'}; read as offsets or as ids it does not"
     )
 
 

@@ -39,9 +39,10 @@ def filled(
     missing = [theirs(name) for name in wanted if name not in tensors]
     beside = [*(theirs(name) for name in tensors if name not in wanted), *leftover]
     if missing or beside:
+        lacks = f"lacks {', '.join(missing)}" if missing else ""
+        has = f"has {', '.join(beside)}, which nothing reads" if beside else ""
         raise ValueError(
-            f"{checkpoint.where} is no whole {type(head).__name__}: it lacks {', '.join(missing) or 'nothing'}, "
-            f"and has {', '.join(beside) or 'nothing'} beside what is read"
+            f"{checkpoint.where} is no whole {type(head).__name__}: it {' and '.join(filter(None, (lacks, has)))}"
         )
     for name, place in wanted.items():
         if tensors[name].shape != place.shape:

@@ -89,7 +89,7 @@ class TargetRecord:
                     f"the head was trained for {known}, whose embeddings differ from those of {this} in {turned:.0%} "
                     "of their signs: what it drafts will be accepted rarely"
                 )
-        elif self.name and other.name and _last(self.name) != _last(other.name):
+        elif self.name and other.name and not _alike(self.name, other.name):
             _warn(f"the head was trained for {self.name}, not for {other.name}: what it drafts may be accepted rarely")
 
 
@@ -138,5 +138,7 @@ def _rows(embeddings: torch.nn.Module, ids: Tensor) -> Tensor | None:
     return rows
 
 
-def _last(name: str) -> str:
-    return name.rstrip("/").rsplit("/", 1)[-1].lower()
+def _alike(one: str, other: str) -> bool:
+    """Whether two names may be of one model: folders are often called after it, and something more."""
+    ours, theirs = (name.rstrip("/").rsplit("/", 1)[-1].lower() for name in (one, other))
+    return ours in theirs or theirs in ours
