@@ -63,7 +63,7 @@ def medusa_of(model: PreTrainedModel, texts: Sequence[Text], num_heads: int = 4,
     return heads.requires_grad_(False).eval()
 
 
-def eagle_of(model: PreTrainedModel, texts: Sequence[Text], method: str = "eagle", steps: int = 60) -> EagleHead:
+def eagle_of(model: PreTrainedModel, texts: Sequence[Text], method: str = "eagle", steps: int = 30) -> EagleHead:
     """A head trained on a few texts for a moment; that of "eagle3" has a draft vocabulary."""
     config, fused = model.config, method == "eagle3"
     said = torch.tensor([token for token in range(config.vocab_size) if token % SAID])
@@ -154,7 +154,7 @@ def warm_of(model: PreTrainedModel, method: str) -> Any:
     ids = model.generate(prompt, **WARM, seed=5, assistant=sg.Plain(), max_new_tokens=8).tolist()
     if method == "medusa":
         return sg.Medusa(medusa_of(model, ids, steps=60))
-    return sg.Eagle(eagle_of(model, ids, method))
+    return sg.Eagle(eagle_of(model, ids, method, steps=60))
 
 
 @dataclass(frozen=True)
