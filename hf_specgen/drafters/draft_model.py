@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_specgen.draft import Context, Draft, Limit, Needs, Request
-from hf_specgen.drafters.scoring import Scoring
+from hf_specgen.drafters.scoring import Chains, Scoring
 from hf_specgen.encoder import arguments_for, reads_source, why_not_for
 from hf_specgen.prompt import generative, input_device, prompt_of
 from hf_specgen.ranks import Ranks, is_fully_sharded, several
@@ -196,30 +196,15 @@ class DraftModelSession:
         """One token a pass; a row's last one is not fed."""
         assert self.runner is not None
         nothing = Draft.empty(len(depth), self.device)
-        tokens: list[Tensor] = []
-        seen: list[Tensor] = []
-        probs: list[Tensor] = []
-        for step in range(max(depth)):
-            if step:
-                logits = self._pass(tokens[-1][:, 0], nothing, [step >= deep for deep in depth])
-                # A row goes no further than was asked: its positions may end there.
-                self.runner.cache.commit([() if step < deep else None for deep in depth])
-            prefixes = [[row] for row in self.scoring.host(nothing.tokens, *tokens)]
-            scores = self.scoring(logits, context.ids, prefixes)
-            noise = self.scoring.noise(context, step, 1)
-            tokens.append(self.ranks.agree(scores.argmax(-1) if noise is None else noise.argmax(scores)))
-            if self.request.wants_confidence:
-                seen.append(scores)
-            if self.request.wants_probs and noise is not None:
-                probs.append(scores.softmax(-1))
+        chains = Chains(self.scoring, context, self.ranks.agree)
+        token = chains.draw(logits)
+        for step in range(1, max(depth)):
+            logits = self._pass(token[:, 0], nothing, [step >= deep for deep in depth])
+            # A row goes no further than was asked: its positions may end there.
+            self.runner.cache.commit([() if step < deep else None for deep in depth])
+            token = chains.draw(logits)
         self._fed = [max(0, deep - 1) for deep in depth]
-        drafted = torch.cat(tokens, 1)
-        draft = Draft.chain(drafted, depth, torch.cat(probs, 1) if probs else None)
-        if not self.request.wants_confidence:
-            return draft
-        scores = torch.cat(seen, 1)  # at once: in every step it costs ten times as much
-        sure = (scores.gather(-1, drafted.unsqueeze(-1)).squeeze(-1) - scores.logsumexp(-1)).exp()
-        return replace(draft, confidence=sure)
+        return chains.draft(depth)
 
     def _tree(self, context: Context, limit: Limit, roots: Tensor, logits: Tensor) -> Draft:
         """A beam of `branches` nodes a level, by the sum of log q + G; each level feeds the tree so far."""

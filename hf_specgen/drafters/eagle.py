@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -19,7 +19,7 @@ from hf_specgen.cache import SlotCache, new_cache
 from hf_specgen.draft import Context, Draft, Limit, Needs, Request
 from hf_specgen.drafters.draft_model import eval_view
 from hf_specgen.drafters.fitting import lent, refuse_misfit
-from hf_specgen.drafters.scoring import Scoring, target_logits
+from hf_specgen.drafters.scoring import Chains, Scoring, target_logits
 from hf_specgen.heads.eagle import CONTINUES, EagleHead, EagleOutput
 from hf_specgen.heads.said import spread
 from hf_specgen.prompt import input_device
@@ -247,30 +247,16 @@ class EagleSession:
         """One token a pass; a row's last one is not fed."""
         assert self._cache is not None
         nothing = Draft.empty(len(depth), self.device)
-        tokens: list[Tensor] = []
-        seen: list[Tensor] = []
-        probs: list[Tensor] = []
-        for step in range(max(depth)):
-            if step:
-                self._cache.begin(1)
-                place = self._pass(self._cache, tokens[-1], place.features, nothing, nothing.tree.depth)
-                self._cache.commit([() if step < deep else None for deep in depth])
-                self.head_tokens += sum(step < deep for deep in depth)
-            prefixes = [[row] for row in self.scoring.host(nothing.tokens, *tokens)]
-            scores = self.scoring(self._logits(place.hidden), context.ids, prefixes)
-            noise = self.scoring.noise(context, step, 1)
-            tokens.append(self.ranks.agree(scores.argmax(-1) if noise is None else noise.argmax(scores)))
-            if self.request.wants_confidence:
-                seen.append(scores)
-            if self.request.wants_probs and noise is not None:
-                probs.append(scores.softmax(-1))
+        chains = Chains(self.scoring, context, self.ranks.agree)
+        token = chains.draw(self._logits(place.hidden))
+        for step in range(1, max(depth)):
+            self._cache.begin(1)
+            place = self._pass(self._cache, token, place.features, nothing, nothing.tree.depth)
+            self._cache.commit([() if step < deep else None for deep in depth])
+            self.head_tokens += sum(step < deep for deep in depth)
+            token = chains.draw(self._logits(place.hidden))
         self._cache.rewind(self._held)
-        drafted = torch.cat(tokens, 1)
-        draft = Draft.chain(drafted, depth, torch.cat(probs, 1) if probs else None)
-        if not self.request.wants_confidence:
-            return draft
-        scores = torch.cat(seen, 1)
-        return replace(draft, confidence=scores.softmax(-1).gather(-1, drafted.unsqueeze(-1)).squeeze(-1))
+        return chains.draft(depth)
 
     def _tree(self, context: Context, depth: Sequence[int], most: int, place: EagleOutput) -> Draft:
         """Level by level; of all nodes that were proposed the `most` likeliest are the draft."""

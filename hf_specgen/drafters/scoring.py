@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+
+from hf_specgen.draft import Draft
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -69,6 +72,7 @@ class Scoring:
 
     def __init__(self, request: Request, vocabulary: int, device: torch.device, sample: bool = True) -> None:
         self.processors = None if request.processors is None else request.processors.to(device)
+        self.request = request
         self.vocabulary = vocabulary
         self.device = device
         self.sample = sample
@@ -143,6 +147,56 @@ class Scoring:
                 along.append([*along[max(parent, 0)], token])
             paths.append(along[-count:])
         return paths
+
+
+class Chains:
+    """Chains that a drafter makes token by token, one of every row in each step.
+
+    Args:
+        scoring: of the call.
+        context: of the round.
+        agree: of ranks, whose scores may differ in the last bit, makes one choice.
+    """
+
+    def __init__(self, scoring: Scoring, context: Context, agree: Callable[[Tensor], Tensor]) -> None:
+        self._scoring, self._context, self._agree = scoring, context, agree
+        self._tokens: list[Tensor] = []
+        self._seen: list[Tensor] = []
+        self._probs: list[Tensor] = []
+
+    def draw(self, logits: Tensor) -> Tensor:
+        """The next token of every row, `(batch, 1)`.
+
+        Args:
+            logits: `(batch, 1, vocab)` of the drafter behind what was drawn so far.
+        """
+        scoring = self._scoring
+        paths: list[list[list[int]]] = []
+        if scoring.reads_prefix:
+            none = logits.new_empty((logits.shape[0], 0), dtype=torch.long)
+            paths = [[row] for row in scoring.host(none, *self._tokens)]
+        scores = scoring(logits, self._context.ids, paths)
+        noise = scoring.noise(self._context, len(self._tokens), 1)
+        self._tokens.append(self._agree(scores.argmax(-1) if noise is None else noise.argmax(scores)))
+        if scoring.request.wants_confidence:
+            self._seen.append(scores)
+        if scoring.request.wants_probs and noise is not None:
+            self._probs.append(scores.softmax(-1))
+        return self._tokens[-1]
+
+    def draft(self, depth: Sequence[int]) -> Draft:
+        """What was drawn, with confidences and probabilities where these are read.
+
+        Args:
+            depth: for each row how many of its tokens count.
+        """
+        drafted = torch.cat(self._tokens, 1)
+        draft = Draft.chain(drafted, depth, torch.cat(self._probs, 1) if self._probs else None)
+        if not self._seen:
+            return draft
+        scores = torch.cat(self._seen, 1)  # at once: in every step it costs ten times as much
+        sure = (scores.gather(-1, drafted.unsqueeze(-1)).squeeze(-1) - scores.logsumexp(-1)).exp()
+        return replace(draft, confidence=sure)
 
 
 def _drawable(scores: Tensor) -> Tensor:

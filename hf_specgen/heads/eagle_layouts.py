@@ -190,8 +190,8 @@ def feature_layers(config: Mapping[str, Any]) -> list[int] | None:
 def _layer_config(checkpoint: Checkpoint) -> dict[str, Any]:
     """The network's part of a config of speculators, which leaves out what is the default of its model type."""
     held = dict(checkpoint.config.get("transformer_layer_config") or {})
-    filled = AutoConfig.for_model(held.pop("model_type", None) or "qwen3", **held).to_dict()
-    return {**filled, **held, "tie_word_embeddings": False}
+    whole = AutoConfig.for_model(held.pop("model_type", None) or "qwen3", **held).to_dict()
+    return {**whole, **held, "tie_word_embeddings": False}
 
 
 def _renamed(checkpoint: Checkpoint, config: Mapping[str, Any], names: Mapping[str, str]) -> Renamed:
