@@ -8,6 +8,7 @@ The invariant, after every `commit`, for every row: the cache holds every decide
 
 from __future__ import annotations
 
+import functools
 import sys
 import weakref
 from collections.abc import Sequence
@@ -330,9 +331,13 @@ class SlotCache(Cache):
         width = draft.nodes + 1 - self._behind
         if (draft.nodes == 0 and self._level()) or not self.windows:
             return None
+        blocking = _blocking(dtype)
+        if draft.is_chain and self._level() and not any(self.windows.values()):
+            # What the general way below comes to for chains at one length, in a quarter of the time.
+            later = draft.tokens.new_full((draft.nodes + 1, draft.nodes + 1), blocking, dtype=dtype).triu_(1)
+            mask = nn.functional.pad(later[-width:], (self.lengths[0], 0)).expand(len(self.lengths), 1, -1, -1)
+            return self._by_kind(dict.fromkeys(self.windows, mask))
         hidden = self._hidden(draft)[:, -width:]
-        # Eager attention softmaxes in float32 whatever the model's format: float64's own minimum would be -inf there.
-        blocking = max(torch.finfo(dtype).min, torch.finfo(torch.float32).min)
         masks = {}
         for kind, window in self.windows.items():
             first, last = self.span(width, window)
@@ -344,6 +349,9 @@ class SlotCache(Cache):
             else:
                 mask[..., last - hidden.shape[-1] :].masked_fill_(hidden.unsqueeze(1), blocking)
             masks[kind] = mask
+        return self._by_kind(masks)
+
+    def _by_kind(self, masks: dict[str, Tensor]) -> Mask:
         return {**dict.fromkeys(self._maskless), **masks} if self.dict_masks else next(iter(masks.values()))
 
     def _hidden(self, draft: Draft) -> Tensor:
@@ -526,6 +534,15 @@ class CropCache:
             for layer in self._borrowed:
                 layer.record_past = False
             self.recording = False
+
+
+@functools.lru_cache
+def _blocking(dtype: torch.dtype) -> float:
+    """What a mask adds where a token must not look.
+
+    Eager attention softmaxes in float32 whatever the model's format: float64's own minimum would be -inf there.
+    """
+    return max(torch.finfo(dtype).min, torch.finfo(torch.float32).min)
 
 
 def _moved(buffer: Tensor, held: slice, capacity: int) -> Tensor:

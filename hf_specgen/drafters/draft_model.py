@@ -189,6 +189,8 @@ class DraftModelSession:
             runner,
             [len(ids) if asked else held for ids, asked, held in zip(context.ids, depth, kept, strict=True)],
         )
+        if len(set(map(len, fresh))) == 1:
+            return logits[:, -1:]
         ends = torch.tensor([len(new) - 1 for new in fresh], device=logits.device)
         return logits.take_along_dim(ends.view(-1, 1, 1), dim=1)
 
