@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import re
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import huggingface_hub
 import pytest
@@ -13,6 +15,9 @@ import torch
 
 from hf_specgen import generation
 from hf_specgen.length import as_length
+
+# The training scripts import one another as they do when a person runs one.
+sys.path.append(str(Path(__file__).parent.parent / "training"))
 
 # What makes a test fail where transformers says it in a log; warnings are errors by pyproject's filterwarnings.
 DEPRECATED = re.compile(r"deprecat|will be removed", re.IGNORECASE)
