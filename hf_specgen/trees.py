@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -15,12 +16,21 @@ class Tree:
 
     Attributes:
         depth: `(batch, width)` int64 steps from the root. The root and places without a node have 0.
-        ancestors: `(batch, width, width)` bool; `[b, i, j]` says that j lies on the path from the root to i, i itself
-            included. For a place without a node it means nothing, but it has itself.
     """
 
     depth: Tensor
-    ancestors: Tensor
+    _ancestors: Tensor | None = None
+
+    @cached_property
+    def ancestors(self) -> Tensor:
+        """`(batch, width, width)` bool; `[b, i, j]` says that j lies on the path from the root to i, i itself included.
+
+        For a place without a node it means nothing, but it has itself.
+        """
+        if self._ancestors is not None:
+            return self._ancestors
+        batch, width = self.depth.shape
+        return torch.ones(width, width, dtype=torch.bool, device=self.depth.device).tril().expand(batch, -1, -1)
 
     @classmethod
     def of(cls, parents: Tensor) -> Tree:
@@ -46,16 +56,13 @@ class Tree:
 
     @classmethod
     def of_chain(cls, parents: Tensor) -> Tree:
-        """The same for chains, at less cost.
+        """The same for chains, at less cost: most passes over one need its depth only.
 
         Args:
             parents: `(batch, nodes)`: 0, 1, 2, ..., and -1 from a row's end on.
         """
-        batch, nodes = parents.shape
         # A place without a node must not claim a position: beyond the model's last one there is nothing to look up.
-        depth = torch.nn.functional.pad(parents + 1, (1, 0))
-        before = torch.ones(nodes + 1, nodes + 1, dtype=torch.bool, device=parents.device).tril()
-        return cls(depth, before.expand(batch, -1, -1))
+        return cls(torch.nn.functional.pad(parents + 1, (1, 0)))
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ One of your own is a callable with five attributes; this one ignores the noise a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol, runtime_checkable
 
@@ -229,29 +230,28 @@ class _Chain:
         return torch.where(place < kept.unsqueeze(1), self.tokens, drawn)
 
 
-def accepted(draft: Draft, chosen: Tensor) -> Tensor:
-    """The nodes on the walked path: those of which every node up to them carries what its parent chose.
+def walked(tokens: Sequence[int], parents: Sequence[int], chosen: Sequence[int]) -> list[int]:
+    """The nodes on a row's path: from the root on, each carries what the one before it chose.
 
-    Of siblings with the same token only the first counts. Nothing is read back from the device.
+    Of siblings with the same token only the first counts. On the host, where a round's one read from the device goes
+    anyway: a walk of kernels costs more than the whole of this.
 
     Args:
-        draft: a tree of `nodes` places a row.
-        chosen: `(batch, nodes + 1)` int64, a verifier's choices at `[root, *nodes]`.
+        tokens: of the row's `nodes` places.
+        parents: see `Draft.parents`.
+        chosen: of a verifier, at `[root, *nodes]`.
 
     Returns:
-        `(batch, nodes)` bool. Its sum is the number of drafted tokens that are kept, before the cut.
+        Places of the path as `parents` counts them, so from 1 on. Their number is how many drafted tokens are kept,
+        before the cut.
     """
-    places = torch.arange(draft.nodes, device=draft.parents.device)
-    if draft.is_chain:
-        return ((draft.parents == places) & (chosen[:, :-1] == draft.tokens)).cumprod(-1).bool()
-    # Parents come before children: a node that breaks the rule hangs on nothing, and is never accepted.
-    here = (draft.parents >= 0) & (draft.parents <= places)
-    carries = here & (chosen.gather(1, draft.parents.clamp(0, draft.nodes)) == draft.tokens)
-    place = draft.parents.unsqueeze(-1) == draft.parents.unsqueeze(-2)
-    twins = (place & (draft.tokens.unsqueeze(-1) == draft.tokens.unsqueeze(-2))).tril(-1).any(-1)
-    carries &= ~twins
-    path = draft.tree.ancestors[:, 1:, 1:]
-    return ~(path & ~carries.unsqueeze(1)).any(-1)
+    here, path = 0, []
+    # Parents come before children, so that one look at each node is enough.
+    for node, (token, parent) in enumerate(zip(tokens, parents, strict=True), 1):
+        if parent == here and token == chosen[here]:
+            here = node
+            path.append(node)
+    return path
 
 
 def cut(tokens: list[int], eos: frozenset[int], room: int) -> int:

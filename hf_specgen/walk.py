@@ -24,7 +24,7 @@ from hf_specgen.draft import Draft
 from hf_specgen.ranks import Ranks
 from hf_specgen.rows import Rows
 from hf_specgen.sampling import Noise, Processors
-from hf_specgen.verify import Verifier, accepted, cut
+from hf_specgen.verify import Verifier, cut, walked
 
 if TYPE_CHECKING:
     from hf_specgen.outputs import Recorder
@@ -174,22 +174,21 @@ class WalkAtOnce:
     def __call__(self, passed: Pass, draft: Draft, rows: Rows) -> Decision:
         """See `Walk`."""
         scores, chosen = score(self.rules, passed, draft, rows)
-        drafted = (draft.parents >= 0).sum(1, keepdim=True)
         nodes = draft.nodes
-        outcome = torch.cat([accepted(draft, chosen), draft.tokens, drafted, chosen], dim=1)
+        outcome = torch.cat([draft.tokens, draft.parents, chosen], dim=1) if nodes else chosen
         read: list[list[int]] = self.rules.ranks.agree(outcome).tolist()
+        paths = [walked(row[:nodes], row[nodes : 2 * nodes], row[2 * nodes :]) for row in read]
         decision = Decision.nothing(rows.batch)
         room = most = rows.room()
         if self.rules.lockstep:
-            least = min(1 + sum(row[:nodes]) for row, left in zip(read, room, strict=True) if left)
+            least = min(1 + len(path) for path, left in zip(paths, room, strict=True) if left)
             most = [min(least, left) for left in room]
         for row, left in enumerate(room):
             if left == 0:
                 continue
-            kept, choices = read[row][:nodes], read[row][2 * nodes + 1 :]
-            decision.draft_tokens[row] = read[row][nodes : 2 * nodes]
-            decision.drafted[row] = read[row][2 * nodes]
-            path = [node for node, keep in enumerate(kept, 1) if keep]
+            path, choices = paths[row], read[row][2 * nodes :]
+            decision.draft_tokens[row] = read[row][:nodes]
+            decision.drafted[row] = sum(parent >= 0 for parent in read[row][nodes : 2 * nodes])
             tokens = drawn([choices[node] for node in (0, *path)])
             count = cut(tokens, self._eos, most[row])
             decision.tokens[row] = tokens[:count]

@@ -9,12 +9,17 @@ import torch
 
 from hf_specgen.draft import Draft
 from hf_specgen.sampling import Noise
-from hf_specgen.verify import BlockRejection, Matching, Rejection, Verifier, accepted, by_name, cut
+from hf_specgen.verify import BlockRejection, Matching, Rejection, Verifier, by_name, cut, walked
 
 VOCAB = 5
 ROWS = 30_000
 SEEN = 3  # tokens compared
 RULES = [Rejection(), BlockRejection()]
+
+
+def accepted(draft, chosen):
+    """`(batch, nodes)` bool: which nodes of chains the rows keep; `walked` for many rows at once."""
+    return ((draft.parents >= 0) & (chosen[:, :-1] == draft.tokens)).cumprod(1).bool()
 
 
 def named(rule):
@@ -400,7 +405,6 @@ def test_nothing_is_read_back_from_a_device(rule):
     for shown in (draft.to(torch.device("meta")), Draft(draft.tokens.to("meta"), draft.parents.to("meta"))):
         chosen = rule(scores.to("meta"), shown, noise.to("meta"))
         assert chosen.shape == (4, 6)
-        assert accepted(shown, chosen).shape == (4, 5)
 
 
 # The walk.
@@ -430,29 +434,28 @@ def walk(tokens, parents, chosen):
 
 
 @pytest.mark.parametrize("branches", [1, 3, 100])
-def test_accepted_is_what_a_slow_walk_finds(branches):
+def test_walked_is_what_a_slow_walk_finds(branches):
     rng = random.Random(branches)
     longest = 0
     for width in (0, 1, 2, 7, 12):
-        trees = [random_tree(width, branches, rng) for _ in range(200)]
-        tokens = torch.tensor([t for t, _ in trees], dtype=torch.long).view(200, width)
-        parents = torch.tensor([p for _, p in trees], dtype=torch.long).view(200, width)
-        chosen = torch.tensor([[rng.randrange(3) for _ in range(width + 1)] for _ in range(200)])
-        found = accepted(Draft(tokens, parents), chosen)
-        for row, (t, p) in enumerate(trees):
-            path = walk(t, p, chosen[row].tolist())
-            assert set(found[row].nonzero().flatten().tolist()) == path
+        for _ in range(200):
+            tokens, parents = random_tree(width, branches, rng)
+            chosen = [rng.randrange(3) for _ in range(width + 1)]
+            path = walked(tokens, parents, chosen)
+            assert {node - 1 for node in path} == walk(tokens, parents, chosen)
+            assert path == sorted(path)
             longest = max(longest, len(path))
     assert longest >= 3
 
 
-def test_a_chain_is_walked_as_the_tree_it_is():
+def test_the_walk_of_chains_is_what_these_tests_count_by():
     rng = random.Random(0)
     draft = Draft.ragged([[rng.randrange(2) for _ in range(rng.randrange(7))] for _ in range(500)])
     chosen = torch.randint(0, 2, (500, draft.nodes + 1), generator=torch.Generator().manual_seed(0))
-    found = accepted(draft, chosen)
-    assert torch.equal(found, accepted(Draft(draft.tokens, draft.parents), chosen))
-    assert found.sum(1).unique().tolist() == list(range(7))
+    found = accepted(draft, chosen).sum(1).tolist()
+    rows = zip(draft.tokens.tolist(), draft.parents.tolist(), chosen.tolist(), strict=True)
+    assert [len(walked(*row)) for row in rows] == found
+    assert set(found) == set(range(7))
 
 
 # The cut, and names.
