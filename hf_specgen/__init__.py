@@ -21,6 +21,7 @@ from hf_specgen.drafters.suffix_lookup import SuffixLookup
 from hf_specgen.drafters.suffix_store import SuffixStore
 from hf_specgen.drafters.token_recycling import CandidateMatrix, TokenRecycling
 from hf_specgen.explain import Difference, Explanation, explain_difference
+from hf_specgen.export import Exported, export
 from hf_specgen.generation import SpecGenMixin, disable, enable, speculate, stream
 from hf_specgen.heads.eagle import EagleConfig, EagleHead
 from hf_specgen.heads.medusa import MedusaConfig, MedusaHeads
@@ -48,6 +49,7 @@ __all__ = [
     "EagleConfig",
     "EagleHead",
     "Explanation",
+    "Exported",
     "FirstOf",
     "Fixed",
     "LayerSkip",
@@ -84,6 +86,7 @@ __all__ = [
     "disable",
     "enable",
     "explain_difference",
+    "export",
     "load_assistant",
     "measure_accuracies",
     "search_skip_set",

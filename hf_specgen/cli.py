@@ -147,6 +147,29 @@ def check(
     raise typer.Exit(0 if report.ok else 1)
 
 
+@app.command()
+def export(
+    drafter: Annotated[
+        str, typer.Argument(help='Path or hub id of heads or a model, "ngram", "suffix", or a config in JSON.')
+    ],
+    to: Annotated[str, typer.Option(help="vllm, speculators, sglang, tgi, trtllm or lmdeploy.")],
+    out: Annotated[str, typer.Option(help="The folder to write.")],
+    target: Annotated[str | None, typer.Option(help="Path or hub id of the target, unless heads remember it.")] = None,
+    num_speculative_tokens: Annotated[int | None, typer.Option(min=1, help="How deep the engine is to draft.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="float32, float16 or bfloat16; --half is float16.")] = None,
+    half: Annotated[bool, typer.Option("--half", help="In float16.")] = False,
+) -> None:
+    """Writes a drafter as another engine loads it, and prints the command and the config that start it."""
+    if half and dtype not in (None, "float16"):
+        raise typer.BadParameter(f"--half is --dtype float16, and --dtype says {dtype}")
+    given = parse_assistant(drafter) if drafter.startswith("{") else drafter
+    with _told():
+        made = sg.export(given, to, out, target, num_speculative_tokens, "float16" if half else dtype)
+    typer.echo(f"{made.path}\n\n{made.command}\n\n{json.dumps(made.config, indent=2)}")
+    for note in made.notes:
+        typer.echo(f"note: {note}", err=True)
+
+
 @contextmanager
 def _told() -> Iterator[None]:
     """Turns what cannot be loaded or is refused into one message."""

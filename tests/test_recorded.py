@@ -171,3 +171,11 @@ def test_a_model_is_neither_run_nor_written_to():
     assert all(torch.equal(value, before[0][name]) for name, value in model.state_dict().items())
     assert model.config.to_dict() == before[1]
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_folder_is_recorded_by_its_name_and_not_by_where_it_lies(tmp_path):
+    model = tiny.llama()
+    folder = tmp_path / "some-model"
+    folder.mkdir()
+    model.config.name_or_path = f"{folder}/"
+    assert TargetRecord.of(model).name == "some-model"

@@ -222,7 +222,7 @@ if state is not None:
 
 
 def launched(script, folder, *flags):
-    """Two gloo processes by `accelerate launch`: its launcher for CPUs alone wants MPI, the one for GPUs does without."""
+    """Two gloo processes by `accelerate launch`: its launcher for CPUs wants MPI, the one for GPUs does without."""
     folder.mkdir()
     (folder / "script.py").write_text(script)
     kind = ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any, Literal, cast
 
 import torch
@@ -184,7 +183,7 @@ class MedusaHeads(PreTrainedModel):
         ours = next(self.parameters(), states)
         # Offloaded weights are nowhere (meta), and their hooks move what they are given.
         moved = states.to(states.device if ours.is_meta else ours.device, ours.dtype)
-        features = torch.stack([self._features(cast(nn.ModuleList, one), moved) for one in self.blocks[:count]], dim=1)
+        features = torch.stack([self.features(head, moved) for head in range(len(self.blocks[:count]))], dim=1)
         if kept == "own":
             pairs = zip(self.lm_heads[:count], features.unbind(1), strict=True)
             logits = torch.stack([head(one) for head, one in pairs], dim=1)
@@ -196,7 +195,8 @@ class MedusaHeads(PreTrainedModel):
             raise ValueError("these heads use the target's LM head: pass lm_head=target.get_output_embeddings()")
         return logits if self.config.logit_scale == 1 else logits * self.config.logit_scale
 
-    def _features(self, blocks: Iterable[nn.Module], states: Tensor) -> Tensor:
-        for block in blocks:
+    def features(self, head: int, states: Tensor) -> Tensor:
+        """What a head's blocks make of states, `(..., hidden)`: its LM head reads that."""
+        for block in cast(nn.ModuleList, self.blocks[head]):
             states = states + self.act(block(states))
         return states

@@ -28,6 +28,10 @@ NUMBERED = re.compile(r"(\d+)\.(\d+)\.(linear\.)?(weight|bias)")
 NAMED_BLOCK = re.compile(r"blocks\.(\d+)\.layers\.(\d+)\.(weight|bias)")
 NAMED_LM_HEAD = re.compile(r"lm_heads\.(\d+)\.weight")
 
+# How the two families name a block's weight (by head, block and kind) and an LM head's (by head and number of blocks).
+NUMBERED_NAMES = ("{}.{}.linear.{}", "{}.{}.weight")
+NAMED_NAMES = ("blocks.{}.layers.{}.{}", "lm_heads.{}.weight")
+
 # Beside FP8 weights: what they are to be multiplied by, and what inputs would be divided by.
 SCALES = ("weight_scale", "input_scale")
 
@@ -152,7 +156,8 @@ def _numbered(checkpoint: Checkpoint, prefix: str) -> bool:
 
 def _find_numbered(checkpoint: Checkpoint, prefix: str) -> Found:
     """Heads as numbered modules: a module with `linear` is a block, the last one without is the LM head."""
-    found, ends = Found(prefix + "{}.{}.linear.{}", prefix + "{}.{}.weight"), {}
+    block, lm_head = NUMBERED_NAMES
+    found, ends = Found(prefix + block, prefix + lm_head), {}
     for key in checkpoint.shapes:
         match = NUMBERED.fullmatch(key, len(prefix)) if key.startswith(prefix) else None
         if match is None:
@@ -195,7 +200,7 @@ def _bare(key: str) -> str:
 
 
 def _find_named(checkpoint: Checkpoint) -> Found:
-    found = Found("blocks.{}.layers.{}.{}", "lm_heads.{}.weight")
+    found = Found(*NAMED_NAMES)
     shared = bool(checkpoint.config.get("original_lm_head", False))
     for key in checkpoint.shapes:
         bare = _bare(key)

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -43,8 +44,11 @@ class TargetRecord:
     def of(cls, model: PreTrainedModel) -> TargetRecord:
         """The record of a model; without a wrapper such as PEFT's around it."""
         config = model.config.get_text_config(decoder=True)
+        name = model.config.name_or_path or None
+        if name is not None and Path(name).is_dir():
+            name = Path(name).resolve().name  # where it lies is nobody's business to whom the head is given
         return cls(
-            name=model.config.name_or_path or None,
+            name=name,
             hidden_size=config.hidden_size,
             vocab_size=config.vocab_size,
             num_layers=config.num_hidden_layers,

@@ -1,0 +1,222 @@
+"""Distils a sibling of a model: a smaller causal LM that learns to say what the model would (arXiv 2310.08461).
+
+    python training/distill_drafter.py --target MODEL --data DATA --output_dir build/sibling
+
+The sibling is given (`--drafter PATH`), or made of the model by keeping some of its layers: so many (`--layers 6`), or
+these (`--keep_layers 0 1 2 14 27 29`). `DATA` is a folder of `generate_data.py`, or chats; where it holds the states of
+the last layer (`--hidden_layers -1`) or the likeliest ids, the model is not run in training. With `--on_policy 0.5` the
+sibling answers the prompts of half the batches itself, and the model says what it would have said.
+
+All of the sibling learns but its embeddings and LM head (`--train_embeddings`), or an adapter (`--lora_rank 32`), which
+is kept in `adapter` beside the merged weights. What the sibling was before lies in `before`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import card
+import data
+import provenance
+import report
+import runs
+import torch
+from distill_training import DistillTraining, Recipe, refuse_unknown_head
+from on_policy import DistillTrainer, OnPolicy
+from siblings import keep_layers, spread
+from torch import nn
+from train_medusa import frequent, load_target
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    TrainingArguments,
+)
+
+from hf_specgen.vocabulary import compare
+
+ADAPTER, BEFORE = "adapter", "before"
+
+
+@dataclass
+class Arguments(runs.CommonArguments):
+    """What is distilled, and how."""
+
+    drafter: str | None = field(default=None, metadata={"help": "A causal LM to teach; else one is made."})
+    layers: int = field(default=6, metadata={"help": "How many of the target's layers it is made of."})
+    keep_layers: list[int] | None = field(default=None, metadata={"help": "Which ones; else first, last and between."})
+    divergence: str = field(default="forward_kl", metadata={"help": "forward_kl, reverse_kl, jsd or tvd."})
+    beta: float = field(default=0.5, metadata={"help": "Of jsd: the target's share of the mixture."})
+    temperature: float = field(default=1.0, metadata={"help": "Divides the logits of both in the loss."})
+    hidden_loss: float = field(default=0.0, metadata={"help": "Weight of the distance between last states."})
+    vocabulary: int = field(
+        default=8192,
+        metadata={"help": "Ids, the most frequent of the labels, that always have logits in training. 0: all ids."},
+    )
+    others: int = field(default=1024, metadata={"help": "Ids drawn for each batch among all others."})
+    on_policy: float = field(default=0.0, metadata={"help": "Share of batches that are the drafter's own answers."})
+    max_new_tokens: int = field(default=128, metadata={"help": "Of its own answers."})
+    train_embeddings: bool = field(default=False, metadata={"help": "Embeddings and LM head learn as well."})
+    lora_rank: int = field(default=0, metadata={"help": "Of an adapter that learns; 0: the drafter itself does."})
+    lora_alpha: int = field(default=16, metadata={"help": "Of the adapter."})
+    lora_dropout: float = field(default=0.0, metadata={"help": "Of the adapter."})
+    quantize: str | None = field(default=None, metadata={"help": "The target: 4bit or 8bit, by bitsandbytes."})
+    report: bool = field(default=True, metadata={"help": "Measure before and after, in a process of its own."})
+
+    def __post_init__(self) -> None:
+        """Refuses what there is not."""
+        if self.quantize not in (None, "4bit", "8bit"):
+            raise ValueError(f"--quantize is 4bit or 8bit, not {self.quantize}")
+        if self.drafter is not None and self.keep_layers is not None:
+            raise ValueError("--drafter gives a drafter and --keep_layers makes one: pass one of them")
+        if self.lora_rank and self.train_embeddings:
+            raise ValueError("--lora_rank trains an adapter, and --train_embeddings all of the embeddings: pass one")
+
+
+def main(arguments: Arguments, training_arguments: TrainingArguments) -> None:
+    """Loads, trains, saves, measures."""
+    out = Path(str(training_arguments.output_dir))
+    tokenizer = load_tokenizer(arguments.target, arguments.revision)
+    target = load_target(arguments)
+    drafter, before = load_drafter(arguments, target, tokenizer, out)
+    rows = data.load(arguments.data, held_out=False, columns=columns_of(arguments), tokenizer=tokenizer)
+    data.refuse_unlabelled(rows, arguments.data, arguments.max_length)
+
+    module = DistillTraining(
+        target,
+        learning(arguments, drafter),
+        Recipe(arguments.divergence, arguments.beta, arguments.temperature, arguments.hidden_loss, arguments.others),
+        frequent(rows["labels"], arguments.vocabulary, target.config.get_text_config(decoder=True).vocab_size),
+        stored_from(arguments, target),
+    )
+    trainer = DistillTrainer(
+        module,
+        arguments,
+        training_arguments,
+        OnPolicy(arguments.on_policy, arguments.max_new_tokens),
+        train_dataset=rows,
+        data_collator=data.Collator(max_length=arguments.max_length),
+    )
+    if not trainer.train_or_resume():
+        return
+
+    state = trainer.whole("drafter")
+    if state is None:
+        return
+    if arguments.lora_rank:
+        cast(Any, module.drafter).save_pretrained(out / ADAPTER, state_dict=state)
+        drafter = merged(before, out / ADAPTER)
+    else:
+        drafter.load_state_dict(state)
+    save(drafter.to(dtype=target.dtype), tokenizer, out)
+    provenance.write(out, target, arguments, training_arguments, {"steps": trainer.state.global_step})
+    card.write(out)
+    if arguments.report:
+        report.in_fresh_process(arguments.target, out, out, before=str(before), data=arguments.data)
+
+
+# ------------------------------------------------------------------------------------------------- what is trained
+
+
+def load_tokenizer(path: str, revision: str | None = None) -> PreTrainedTokenizerBase:
+    """A model's tokenizer."""
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, revision=revision or "main")
+    return tokenizer
+
+
+def load_drafter(
+    arguments: Arguments, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, out: Path
+) -> tuple[PreTrainedModel, Path]:
+    """The sibling in float32 as it is before training, and where that is saved.
+
+    Raises:
+        ValueError: its vocabulary is not the target's, or there are no logits of its states.
+    """
+    if arguments.drafter is not None:
+        theirs = load_tokenizer(arguments.drafter)
+        drafter: PreTrainedModel = AutoModelForCausalLM.from_pretrained(arguments.drafter, dtype=torch.float32)
+        compare(target, drafter, tokenizer, theirs)
+        before = Path(arguments.drafter)
+    else:
+        whole = target if arguments.quantize is None else load_target(arguments, quantize=False)
+        total = whole.config.get_text_config(decoder=True).num_hidden_layers
+        drafter = keep_layers(whole, arguments.keep_layers or spread(total, arguments.layers))
+        before = out / BEFORE
+        if runs.is_main():
+            save(drafter, tokenizer, before)
+    for model in (target, drafter):
+        refuse_unknown_head(model)
+    return drafter.to(dtype=torch.float32), before
+
+
+def learning(arguments: Arguments, drafter: PreTrainedModel) -> nn.Module:
+    """The sibling with what is to learn of it."""
+    if arguments.lora_rank:
+        import peft
+
+        config = peft.LoraConfig(
+            r=arguments.lora_rank,
+            lora_alpha=arguments.lora_alpha,
+            lora_dropout=arguments.lora_dropout,
+            target_modules="all-linear",
+            task_type="CAUSAL_LM",
+        )
+        return cast(nn.Module, peft.get_peft_model(drafter, config))
+    drafter.requires_grad_(True)
+    for table in (drafter.get_input_embeddings(), drafter.get_output_embeddings()):
+        table.requires_grad_(arguments.train_embeddings)
+    return drafter
+
+
+def merged(before: Path, adapter: Path) -> PreTrainedModel:
+    """What the saved adapter makes of the sibling as it was before."""
+    import peft
+
+    wrapped = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(before, dtype=torch.float32), adapter)
+    return cast(PreTrainedModel, wrapped.merge_and_unload())
+
+
+def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """A folder that `from_pretrained`, `assistant=` and other engines load."""
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+# -------------------------------------------------------------------------------------------------- what it learns from
+
+
+def columns_of(arguments: Arguments) -> list[str]:
+    """The columns that are read: the last layer's states, where there are none the likeliest ids."""
+    layers, top_k = _stored(arguments.data)
+    known = ["hidden_states"] if -1 in layers else ["top_ids", "top_logprobs"] if top_k else []
+    return ["input_ids", "labels", *known]
+
+
+def stored_from(arguments: Arguments, target: PreTrainedModel) -> int:
+    """Where the last layer begins among stored states.
+
+    Raises:
+        ValueError: last states are to be compared, and only the likeliest ids are stored.
+    """
+    layers, top_k = _stored(arguments.data)
+    if arguments.hidden_loss and top_k and -1 not in layers:
+        raise ValueError(
+            f"--hidden_loss compares last states, and {arguments.data} holds only the likeliest ids: leave it out, or "
+            "generate data with --hidden_layers -1"
+        )
+    return layers.index(-1) * target.config.get_text_config(decoder=True).hidden_size if -1 in layers else 0
+
+
+def _stored(source: str) -> tuple[list[int], int]:
+    """Layers that a data folder keeps, and how many of the likeliest ids; other people's chats keep none."""
+    if not data.is_generated(source):
+        return [], 0
+    info = data.read_info(source)
+    return list(info.get("hidden_layers", ())), int(info.get("top_k", 0))
+
+
+if __name__ == "__main__":
+    main(*runs.parse(Arguments, learning_rate=1e-3, warmup_steps=20, num_train_epochs=3, adam_beta2=0.95))
