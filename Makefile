@@ -4,6 +4,8 @@ PYTHON ?= python3
 PYTEST_WORKERS ?= 2
 # Options of `make categories`, such as --questions or --batch.
 BENCH ?=
+# Where `make drafters` puts them.
+DRAFTERS ?= build/drafters
 BIN := .venv/bin
 NEWEST := .venv-newest
 
@@ -19,7 +21,7 @@ OMP_NUM_THREADS=1 $(1) -m pytest -m "$(2)timing"
 endef
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-newest support check fix bench categories
+.PHONY: help demo test test-all test-newest support check fix bench categories drafters
 
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -56,6 +58,19 @@ bench: .venv/ready ## the measurements
 categories: .venv/ready ## the same over categories of questions, in an hour or two; goes on where it was stopped
 	$(BIN)/python -m pip install -q -c constraints.txt -e ".[bench]"
 	$(BIN)/python -m hf_specgen.bench.categories --out build/categories.jsonl $(BENCH)
+
+# $(1): a script of training/, $(2): its folder under DRAFTERS, $(3): what else it is told.
+define trained
+target=$$($(BIN)/python -m hf_specgen.bench.smollm2) && $(BIN)/python training/$(1).py --target "$$target" \
+	--data $(DRAFTERS)/data --output_dir $(DRAFTERS)/$(2) --resume $(3)
+endef
+
+drafters: .venv/ready ## data and three drafters for the demo's model from nothing, in two hours; goes on where it was stopped
+	target=$$($(BIN)/python -m hf_specgen.bench.smollm2) && $(BIN)/python training/generate_data.py --target "$$target" \
+		--out $(DRAFTERS)/data --minutes 28 --tokens 130000 --hidden_layers eagle3
+	$(call trained,train_medusa,medusa,--num_train_epochs 6)
+	$(call trained,train_eagle,eagle,--num_train_epochs 4 --draft_vocabulary 4096)
+	$(call trained,distill_drafter,sibling,)
 
 .venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv

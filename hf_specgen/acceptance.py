@@ -144,7 +144,7 @@ class Guess:
 
 
 class Watched:
-    """A draft that was not checked, and how far the text has followed it since.
+    """A draft, and how far the text has followed it since.
 
     Args:
         promised: tokens.
@@ -152,6 +152,7 @@ class Watched:
 
     Attributes:
         kept: tokens so far that it had right.
+        over: the text has left it, or come to its end.
     """
 
     def __init__(self, promised: float, nodes: Sequence[Node]) -> None:
@@ -161,12 +162,17 @@ class Watched:
         self._below: dict[int, dict[int, int]] = {}
         for place, (token, parent, _) in enumerate(nodes, 1):
             self._below.setdefault(parent, {}).setdefault(token, place)
+        self.over = not self._below.get(0)
 
-    def follow(self, tokens: Sequence[int]) -> bool:
-        """Goes along with new tokens; False once the text has left the draft or come to its end."""
+    def follow(self, tokens: Sequence[int]) -> list[bool]:
+        """Goes along with new tokens: for each that it has a guess for whether that was right; the last may be not."""
+        right: list[bool] = []
         for token in tokens:
-            child = self._below.get(self._stand, {}).get(token)
-            if child is None:
-                return False
-            self._stand, self.kept = child, self.kept + 1
-        return self._stand in self._below
+            if self.over:
+                break
+            child = self._below[self._stand].get(token)
+            right.append(child is not None)
+            if child is not None:
+                self._stand, self.kept = child, self.kept + 1
+            self.over = child is None or child not in self._below
+        return right

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from os import PathLike
 from typing import Any
 
 from torch.nn import Module
 from transformers import PreTrainedModel
 
-from hf_specgen.draft import Drafter
+from hf_specgen.draft import Drafter, named
+from hf_specgen.drafters.first_of import FirstOf
 from hf_specgen.drafters.merge import Merge
 from hf_specgen.drafters.suffix_lookup import SuffixLookup
 from hf_specgen.drafters.token_recycling import TokenRecycling
@@ -40,15 +41,11 @@ class Assistant:
     origin: str | None = None
 
 
-def named(drafter: Any) -> str:
-    """What a drafter's costs are known by: its class, those of its parts, and the sizes of its models."""
-    parts = [getattr(drafter, field.name) for field in fields(drafter)] if is_dataclass(drafter) else []
-    told = [f"{sum(p.numel() for p in part.parameters()):,} parameters" for part in parts if isinstance(part, Module)]
-    values = zip(fields(drafter), parts, strict=True) if parts else ()
-    told += [f"{field.name}={value}" for field, value in values if type(value) is int]
-    inner = [one for part in parts if isinstance(part, tuple) for one in part]
-    told += [named(one) for one in inner if callable(getattr(one, "start", None))]
-    return type(drafter).__name__ + (f"({', '.join(told)})" if told else "")
+def parts_of(drafter: Drafter) -> tuple[str, ...]:
+    """The names of what a combination is made of, combinations in it taken apart too; none for any other drafter."""
+    if not isinstance(drafter, Merge | FirstOf):
+        return ()
+    return tuple(name for part in drafter.drafters for name in parts_of(part) or (named(part),))
 
 
 def resolve(assistant: Any, target: PreTrainedModel) -> Assistant:

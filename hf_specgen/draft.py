@@ -6,12 +6,13 @@ A drafter can be written against this file alone.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import Module
 
 from hf_specgen.trees import Tree
 
@@ -135,11 +136,38 @@ class Limit:
         depth: for each row the longest path; 0 for rows that have finished.
         nodes: the most nodes a row.
         chain: no branches, because the target or the accept rule takes chains only.
+        shares: whom a combination of drafters asks about each of its parts; None: all of them draft as deep.
     """
 
     depth: tuple[int, ...]
     nodes: int
     chain: bool
+    shares: Shares | None = None
+
+
+class Shares(Protocol):
+    """Says of each part of a combination how deep it may draft, so that a dear one rests where it does not pay.
+
+    Parts are known by their names, see `named`.
+    """
+
+    def cheap(self, part: str) -> bool:
+        """Whether a part costs next to nothing; those that do are to be asked first where the order is free."""
+        ...
+
+    def limit(self, part: str, limit: Limit, beside: Draft) -> Limit:
+        """How much a part may draft; called right before it is asked.
+
+        Args:
+            part: its name.
+            limit: the depth of rows that need nothing of it is 0.
+            beside: what would be proposed without it, as far as that is known.
+        """
+        ...
+
+    def took(self, part: str, draft: Draft) -> Draft:
+        """What of a part's draft is to be used: nothing where it was asked to see only how right it is."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -262,3 +290,14 @@ class Drafter(Protocol):
     def start(self, target: PreTrainedModel, request: Request) -> DraftSession:
         """Opens a session for one call; raises ValueError for what cannot work, before any forward pass."""
         ...
+
+
+def named(drafter: Any) -> str:
+    """What a drafter's costs are known by: its class, those of its parts, and the sizes of its models."""
+    parts = [getattr(drafter, field.name) for field in fields(drafter)] if is_dataclass(drafter) else []
+    told = [f"{sum(p.numel() for p in part.parameters()):,} parameters" for part in parts if isinstance(part, Module)]
+    values = zip(fields(drafter), parts, strict=True) if parts else ()
+    told += [f"{field.name}={value}" for field, value in values if type(value) is int]
+    inner = [one for part in parts if isinstance(part, tuple) for one in part]
+    told += [named(one) for one in inner if callable(getattr(one, "start", None))]
+    return type(drafter).__name__ + (f"({', '.join(told)})" if told else "")

@@ -22,11 +22,11 @@ from transformers.generation.stopping_criteria import MaxLengthCriteria, StopStr
 from transformers.generation.streamers import BaseStreamer
 
 from hf_specgen import attention
-from hf_specgen.assistants import ACCEPTED, named, resolve
+from hf_specgen.assistants import ACCEPTED, parts_of, resolve
 from hf_specgen.costs import Platform, costs_of
-from hf_specgen.draft import Draft, Drafter, Request
+from hf_specgen.draft import Draft, Drafter, Request, named
 from hf_specgen.encoder import Source
-from hf_specgen.length import Fixed, Length, Situation, as_length
+from hf_specgen.length import Auto, Fixed, Length, Situation, as_length
 from hf_specgen.linear import install as install_linear
 from hf_specgen.linear import installed as installed_linear
 from hf_specgen.linear import uninstall as uninstall_linear
@@ -233,7 +233,9 @@ def prepare(
         rows=Rows(prompt.input_ids, prompt.attention_mask, ends),
         walk=WalkAtOnce(rules, recorder) if rules.prefix_free else WalkByStep(rules, recorder, batch),
         session=session,
-        controller=length if isinstance(length, Fixed) else length.start(_situation(model, target, assistant.drafter)),
+        controller=length
+        if isinstance(length, Fixed)
+        else length.start(_situation(model, target, assistant.drafter, length)),
         noise=noise,
         coupled=rules.verifier.coupled,
         chain=chain,
@@ -248,11 +250,12 @@ def _platform(model: PreTrainedModel, device: torch.device) -> Platform:
     return Platform(torch.get_num_threads(), installed_linear(model)) if device.type == "cpu" else Platform(0)
 
 
-def _situation(model: PreTrainedModel, target: Target, drafter: Drafter) -> Situation:
+def _situation(model: PreTrainedModel, target: Target, drafter: Drafter, length: Length) -> Situation:
     """What a controller is told; a fixed length asks for nothing, and is spared the looking."""
     return Situation(
         batch=target.prompt.input_ids.shape[0],
         drafter=named(drafter),
+        parts=parts_of(drafter) if isinstance(length, Auto) else (),
         platform=_platform(model, target.device),
         costs=costs_of(model),
     )

@@ -8,24 +8,18 @@ Width 0, plain decoding, is one of the candidates.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from hf_specgen.acceptance import MEMORY, Acceptance, Guess, Trust, Watched
 from hf_specgen.costs import Costs, Platform, rungs
-from hf_specgen.draft import Draft
+from hf_specgen.draft import Draft, Node
+from hf_specgen.parts import TRY_DEPTH, Part, hoped
 from hf_specgen.stats import Step
 
-# What a drafter without confidences is believed to get right until it is seen.
-UNSEEN = 0.7
-# A drafter is cheap, and asked in every round, while a draft costs less than this part of a round.
-CHEAP = 0.05
-# How deep to ask while nobody knows what a draft costs.
-FIRST_DEPTH = 5
-# Rounds without a dear drafter before it gets another try; doubled with each try in vain, up to the last.
-PATIENCE, MOST_PATIENCE = 16, 512
 # How many standard deviations of doubt a cost is given credit for: what was not tried for long gets a try.
 CREDIT = 0.3
 # The most nodes of a tree that a session is asked for, unless one path alone is longer; the fewest of a dear drafter.
@@ -63,12 +57,14 @@ class Situation:
         drafter: its name, to know its costs again.
         platform: what the target runs on.
         costs: of this target, as far as they are known.
+        parts: the names of a combination's parts, where each is asked about by itself; see `hf_specgen.draft.Shares`.
     """
 
     batch: int
     drafter: str = ""
     platform: Platform = field(default_factory=Platform)
     costs: Costs = field(default_factory=Costs)
+    parts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -143,79 +139,147 @@ class Length(Protocol):
         ...
 
 
+class Share(NamedTuple):
+    """What a part of a combination may draft.
+
+    Attributes:
+        depth, nodes: at most.
+        tried: only to see how right it is: its draft is not to be used.
+    """
+
+    depth: int
+    nodes: int
+    tried: bool
+
+
+@dataclass
+class Book:
+    """What was seen of drafts that the same drafters made together."""
+
+    by_confidence: Acceptance = field(default_factory=Acceptance)
+    trust: Trust = field(default_factory=Trust)
+
+
+@dataclass
+class Weighed:
+    """A draft on the host, and how much of it would best be checked.
+
+    Attributes:
+        guesses: each row's draft.
+        kept: each row's likeliest nodes.
+        promised: the tokens they promise, by row.
+        trust: the part of these to expect.
+        width: of a pass over them; 0 where plain decoding is better.
+        rate: tokens a second.
+    """
+
+    guesses: list[Guess]
+    kept: list[list[Node]]
+    promised: list[float]
+    trust: float
+    width: int
+    rate: float
+
+
 class AutoController:
     """See `Auto`.
 
     Args:
         situation: of the call.
         most: the deepest draft to ask for.
+
+    Attributes:
+        apart: the drafter is a combination, each part of which is asked about by itself.
+        parts: by name; of any other drafter one, itself.
     """
 
     def __init__(self, situation: Situation, most: int) -> None:
         self.most = most
         self.costs = situation.costs
         self.passes = situation.costs.passes(situation.batch, situation.platform)
-        self.drafts = situation.costs.drafts(situation.drafter, situation.batch, situation.platform)
-        self.by_confidence = Acceptance()
-        self.by_depth = Acceptance()
-        self.trust = Trust()
-        self._rounds = self._drafts = 0
+        self.apart = bool(situation.parts)
+        self.parts: dict[str, Part] = {}
+        for name in situation.parts or (situation.drafter,):
+            drafts = situation.costs.drafts(name, situation.batch, situation.platform)
+            self.parts[name] = Part(drafts, situation.costs.frozen, situation.batch)
+        self._whole = situation.drafter
+        self._books: defaultdict[tuple[str, ...], Book] = defaultdict(Book)  # by the dear parts that drafted along
+        self._rounds = 0
         self._live = situation.batch  # rows that go on
         self._round_s = self.passes(0)  # of late
-        # Of the round: the depth asked for, each row's draft, and what of it is checked promises.
-        self._asked = 0
-        self._guesses: list[Guess] = []
-        self._promised: list[float] = []
-        self._watched: list[list[Watched]] = [[] for _ in range(situation.batch)]
+        # Of the round: what is checked, and what would be without the dear parts.
+        self._checked: Weighed | None = None
+        self._without: Weighed | None = None
+        self._watched: list[list[tuple[Trust, Watched]]] = [[] for _ in range(situation.batch)]
         self._nodes = MOST_NODES
-        self._bushiness = 1.0  # nodes a level, of those of the last draft that were best to be checked
-        self._rested, self._patience = 0, PATIENCE
 
     def depth(self) -> int:
         """See `Controller`."""
-        self._guesses = []
-        self._promised = []
+        self._checked = self._without = None
         self._nodes = MOST_NODES
-        if not any(self.drafts.seen) and not self.costs.frozen:
-            self._asked = min(FIRST_DEPTH, self.most)
-        elif self.drafts(self.most) < CHEAP * self._round_s:
-            self._asked = self.most
-        else:
-            self._asked = self._paying_depth()
-            # A dear drafter need not make many more nodes than are checked; the best may come to be more.
-            self._nodes = min(MOST_NODES, max(FEWEST_NODES, 2 * round(self._asked * self._bushiness)))
-        return self._asked
+        for part in self.parts.values():
+            part.begin()
+        if self.apart:
+            return self.most
+        share = self.share(self._whole, [True] * len(self._watched), Draft.empty(len(self._watched)))
+        self._nodes = share.nodes
+        return share.depth
 
     def nodes(self) -> int:
         """See `Controller`."""
         return self._nodes
 
-    def _paying_depth(self) -> int:
-        """For a drafter that costs something: the best depth, if it pays, or if it is time for a try."""
-        promised = [0.0]
-        reached = 1.0
-        for depth in range(1, self.most + 1):
-            reached *= self.by_depth.chance(depth, UNSEEN)
-            promised.append(promised[-1] + reached)
+    def cheap(self, name: str) -> bool:
+        """Whether a part costs next to nothing, as far as is known."""
+        return self.parts[name].cheap_depth(self.most, self._round_s) > 0
 
-        def rate(depth: int, trust: float) -> float:
-            cost = self._cost(round(depth * self._bushiness)) + self.drafts(depth)
-            return (1 + trust * promised[depth]) / cost
+    def share(self, name: str, wanted: Sequence[bool], beside: Draft) -> Share:
+        """What a part may draft.
 
-        best = max(rungs(self.most), key=lambda depth: rate(depth, 1.0))
-        if rate(best, self.trust(promised[best])) > 1 / self._cost(0):
-            self._rested, self._patience = 0, PATIENCE
-        else:
-            self._rested += 1
-            if self._rested < self._patience:
-                return 0
-            self._rested, self._patience = 0, min(2 * self._patience, MOST_PATIENCE)
-        self._promised = [promised[best]] * len(self._watched)
-        return best
+        Args:
+            name: of the part.
+            wanted: the rows that it would draft for.
+            beside: what would be proposed without it.
+        """
+        part = self.parts[name]
+        if cheap := part.cheap_depth(self.most, self._round_s):
+            part.ask(cheap, dear=False)
+            return Share(cheap, MOST_NODES, tried=False)
+        self._without = self._weighed(beside, self._books[()])
+        promised = part.promised(self.most)
+        rate = self._rate_of(part, wanted, self._without)
+        depth = max(rungs(self.most), key=lambda depth: rate(depth, promised[depth]))
+        pays = part.known and rate(depth, promised[depth]) > self._without.rate
+        tried = not pays and any(rate(d, hoped(d)) > self._without.rate for d in rungs(self.most))
+        tried = tried and part.may_be_tried(self.passes(0))
+        depth = depth if pays else TRY_DEPTH if tried else 0
+        if not depth:
+            return Share(0, 1, tried=False)
+        part.ask(depth, dear=True, tried=tried)
+        # It need not make many more nodes than are checked; the best may come to be more.
+        return Share(depth, min(MOST_NODES, max(FEWEST_NODES, 2 * round(depth * part.bushiness))), tried)
+
+    def _rate_of(self, part: Part, wanted: Sequence[bool], without: Weighed) -> Callable[[int, float], float]:
+        """Tokens a second with a part's draft: by its depth, and the tokens a row to expect of it.
+
+        Of what is expected of it and of what is there without it the better counts, so that no copy is drafted twice.
+        """
+        others = [without.trust * tokens if without.width else 0.0 for tokens in without.promised]
+
+        def rate(depth: int, mine: float) -> float:
+            tokens = sum(max(mine, other) if ask else other for ask, other in zip(wanted, others, strict=True))
+            width = max(1, round(depth * part.bushiness), without.width)
+            return (self._live + tokens) / (self._cost(width) + part.seconds(depth))
+
+        return rate
 
     def _cost(self, width: int) -> float:
         """Seconds of a pass as the choice sees them: less some of the doubt, and plain passes less the margin."""
         return self.passes(width) * math.exp(-CREDIT * self.passes.doubt(width) - (0 if width else MARGIN))
+
+    def took(self, name: str, draft: Draft) -> None:
+        """Takes a part's draft, to see what comes of it."""
+        self.parts[name].drafted(draft)
 
     def choose(self, draft: Draft) -> Draft:
         """See `Controller`.
@@ -223,12 +287,37 @@ class AutoController:
         What lies on an accelerator is not read back, and so not pruned. Neither is what was drawn from probabilities:
         an accept rule that reads them is exact only if nothing is taken back for what it is.
         """
-        self._bushiness = max(1.0, draft.nodes / self._asked) if draft.nodes and self._asked else self._bushiness
-        drawn, unread = draft.probs is not None, draft.tokens.device.type != "cpu"
-        if drawn or unread or draft.confidence is None or not draft.nodes:
+        if not self.apart:
+            part = self.parts[self._whole]
+            part.drafted(draft)
+            if part.tried:
+                return Draft.empty(len(draft.tokens), draft.tokens.device)
+        dear = [part for part in self.parts.values() if part.depth and part.dear and not part.tried]
+        for part in dear:
+            part.bushiness = max(1.0, draft.nodes / part.depth) if draft.nodes else part.bushiness
+        if not _readable(draft) or not draft.nodes:
             return draft
-        self._guesses = Guess.rows(draft)
-        ranked = [guess.likeliest(self._chance) for guess in self._guesses]
+        weighed = self._checked = self._weighed(draft, self._book)
+        for part in dear:
+            part.bushiness = max(1.0, max(map(len, weighed.kept)) / part.depth)
+        if weighed.width:
+            return draft if weighed.width == draft.nodes else Draft.of_nodes(weighed.kept)
+        self._watch(weighed, self._book)
+        return Draft.empty(len(weighed.kept))
+
+    @property
+    def _book(self) -> Book:
+        """Of those that drafted in this round."""
+        dear = [name for name, part in self.parts.items() if part.depth and part.dear and not part.tried]
+        return self._books[tuple(dear) if self.apart else ()]
+
+    def _weighed(self, draft: Draft, book: Book) -> Weighed:
+        """How much of a draft would best be checked; nothing of one that cannot be read."""
+        if not _readable(draft) or not draft.nodes:
+            rows = len(draft.tokens)
+            return Weighed([], [[]] * rows, [0.0] * rows, 1.0, 0, self._live / self._cost(0))
+        guesses = Guess.rows(draft)
+        ranked = [guess.likeliest(lambda said: book.by_confidence.chance(_kind(said), said)) for guess in guesses]
         totals = [list(accumulate((chance for chance, _ in row), initial=0.0)) for row in ranked]
 
         def promised(width: int) -> list[float]:
@@ -239,23 +328,17 @@ class AutoController:
 
         widths = [draft.nodes] if draft.whole else rungs(draft.nodes)
         width = max(widths, key=lambda width: rate(width, 1.0))
-        trust = self.trust(sum(promised(width)) / self._live)
+        trust = book.trust(sum(promised(width)) / self._live)
         width = max(widths, key=lambda width: rate(width, trust))
-        self._bushiness = max(1.0, width / self._asked) if self._asked else self._bushiness
-        self._promised = promised(width)
-        kept = [
-            guess.part([place for _, place in row[:width]]) for guess, row in zip(self._guesses, ranked, strict=True)
-        ]
-        if rate(width, trust) > rate(0, trust):
-            return draft if width == draft.nodes else Draft.of_nodes(kept)
-        for watched, total, nodes in zip(self._watched, self._promised, kept, strict=True):
-            if nodes:
-                watched.append(Watched(total, nodes))
-        self._promised = []
-        return Draft.empty(len(kept))
+        kept = [guess.part([place for _, place in row[:width]]) for guess, row in zip(guesses, ranked, strict=True)]
+        best, plain = rate(width, trust), rate(0, trust)
+        return Weighed(guesses, kept, promised(width), trust, width if best > plain else 0, max(best, plain))
 
-    def _chance(self, confidence: float) -> float:
-        return self.by_confidence.chance(_kind(confidence), confidence)
+    def _watch(self, weighed: Weighed, book: Book) -> None:
+        """A draft that is not checked: what comes shows how its promises would have been kept."""
+        for watching, promised, nodes in zip(self._watched, weighed.promised, weighed.kept, strict=True):
+            if nodes:
+                watching.append((book.trust, Watched(promised, nodes)))
 
     def update(self, step: Step) -> None:
         """See `Controller`."""
@@ -266,45 +349,71 @@ class AutoController:
         self.costs.learn(self.passes, step.width, step.seconds - step.draft_s)
         if not self.costs.frozen:
             self._round_s = MEMORY * self._round_s + (1 - MEMORY) * step.seconds
-        if self._asked:
-            self._drafts += 1
-            if self._drafts > 1:  # the first draft of a call reads the prompt
-                self.costs.learn(self.drafts, self._asked, step.draft_s)
-        self.by_confidence.fade()
-        self.by_depth.fade()
+        for name, part in self.parts.items():
+            if part.depth:
+                took = part.took(step.part_s.get(name, 0.0) if self.apart else step.draft_s, self._round_s)
+                if took is not None:
+                    self.costs.learn(part.drafts, part.depth, took)
+            part.lose(self._lost(part, step), self.passes(step.width), self.passes(0))
+            part.follow(step.tokens)
+        self._learn(step)
+
+    def _lost(self, part: Part, step: Step) -> float:
+        """Seconds that a dear part's draft cost more than the same tokens would have without it."""
+        without = self._without
+        if not part.depth or not part.dear:
+            return 0.0
+        if part.tried or without is None:
+            return part.draft_s
+        alone = [
+            min(len(tokens), 1 + sum(Watched(0.0, nodes if without.width else ()).follow(tokens)))
+            for tokens, nodes in zip(step.tokens, without.kept, strict=True)
+        ]
+        plain_s = self.passes(without.width) * sum(map(len, step.tokens)) / max(1, sum(alone))
+        return part.draft_s + self.passes(step.width) - plain_s
+
+    def _learn(self, step: Step) -> None:
+        """What new tokens say of drafts as wholes."""
+        book, plain = self._book, self._books[()]
+        if book is not plain and self._without is not None:
+            self._watch(self._without, plain)
+        for known in (plain,) if book is plain else (plain, book):
+            known.by_confidence.fade()
         for row, tokens in enumerate(step.tokens):
-            if tokens:
-                self._learn(row, tokens, step)
+            if not tokens:
+                continue
+            for trust, watched in self._watched[row].copy():
+                watched.follow(tokens)
+                if watched.over:
+                    trust.saw(watched.promised, watched.kept)
+                    self._watched[row].remove((trust, watched))
+            if self._checked is not None:
+                if step.drafted[row] and self._checked.width:
+                    book.trust.saw(self._checked.promised[row], step.accepted[row])
+                _compare(self._checked.guesses[row], tokens, book.by_confidence)
+            if book is not plain and self._without is not None and self._without.guesses:
+                _compare(self._without.guesses[row], tokens, plain.by_confidence)
 
-    def _learn(self, row: int, tokens: Sequence[int], step: Step) -> None:
-        """What a row's new tokens say of its drafts."""
-        for watched in self._watched[row].copy():
-            if not watched.follow(tokens):
-                self.trust.saw(watched.promised, watched.kept)
-                self._watched[row].remove(watched)
-        if step.drafted[row] and self._promised:
-            self.trust.saw(self._promised[row], step.accepted[row])
-        if self._guesses:
-            self._compare(self._guesses[row], tokens)
+
+def _readable(draft: Draft) -> bool:
+    """Whether a draft's confidences may decide what is checked of it, and are at hand."""
+    return draft.probs is None and draft.tokens.device.type == "cpu" and draft.confidence is not None
+
+
+def _compare(guess: Guess, tokens: Sequence[int], seen: Acceptance) -> None:
+    """Sees which of a row's guesses were right, checked or not, as far as tokens have come."""
+    stand = 0
+    for token in tokens:
+        places = guess.below.get(stand)
+        if places is None:
             return
-        for depth in range(1, min(step.accepted[row] + 1, step.drafted[row], self._asked) + 1):
-            self.by_depth.saw(depth, UNSEEN, depth <= step.accepted[row])
-
-    def _compare(self, guess: Guess, tokens: Sequence[int]) -> None:
-        """Sees which of a row's guesses were right, checked or not, as far as tokens have come."""
-        stand = 0
-        for depth, token in enumerate(tokens, 1):
-            places = guess.below.get(stand)
-            if places is None:
-                return
-            right = [place for place in places if guess.tokens[place - 1] == token]
-            self.by_depth.saw(depth, UNSEEN, bool(right))
-            for place in places:
-                confidence = guess.confidence[place - 1]
-                self.by_confidence.saw(_kind(confidence), confidence, place in right)
-            if not right:
-                return
-            stand = right[0]
+        right = [place for place in places if guess.tokens[place - 1] == token]
+        for place in places:
+            confidence = guess.confidence[place - 1]
+            seen.saw(_kind(confidence), confidence, place in right)
+        if not right:
+            return
+        stand = right[0]
 
 
 def _kind(confidence: float) -> int:

@@ -11,13 +11,13 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
-from hf_specgen.clock import Clock
+from hf_specgen.clock import Clock, Moment
 from hf_specgen.draft import Context, Draft, DraftSession, Limit, Verified
-from hf_specgen.length import Controller, within
+from hf_specgen.length import AutoController, Controller, within
 from hf_specgen.ranks import Ranks
 from hf_specgen.rows import Rows
 from hf_specgen.sampling import Noise
@@ -58,6 +58,47 @@ class Call:
     states: States = field(default_factory=States)
 
 
+class Turns:
+    """The `Shares` of a call: the controller decides, on the deciding rank, and each part's time is taken.
+
+    Args:
+        controller: of the call.
+        ranks: the processes to keep in step with.
+        clock: tells the time.
+    """
+
+    def __init__(self, controller: AutoController, ranks: Ranks, clock: Clock) -> None:
+        self.controller, self.ranks, self.clock = controller, ranks, clock
+        self._since = clock.now()
+        self._tried = False
+        self._times: list[tuple[str, Moment, Moment]] = []
+
+    def cheap(self, part: str) -> bool:
+        """See `Shares`."""
+        return bool(self.ranks.agree_on(int(self.controller.cheap(part))))
+
+    def limit(self, part: str, limit: Limit, beside: Draft) -> Limit:
+        """See `Shares`."""
+        share = self.controller.share(part, [deep > 0 for deep in limit.depth], beside)
+        depth, nodes, tried = self.ranks.agree(torch.tensor([share.depth, share.nodes, share.tried])).tolist()
+        self._tried, self._since = bool(tried), self.clock.now()
+        return replace(limit, depth=tuple(min(depth, deep) for deep in limit.depth), nodes=min(nodes, limit.nodes))
+
+    def took(self, part: str, draft: Draft) -> Draft:
+        """See `Shares`."""
+        self._times.append((part, self._since, self.clock.now()))
+        self.controller.took(part, draft)
+        return Draft.empty(len(draft.tokens), draft.tokens.device) if self._tried else draft
+
+    def seconds(self) -> dict[str, float]:
+        """What each part took since this was last asked."""
+        seconds: dict[str, float] = {}
+        for part, since, until in self._times:
+            seconds[part] = seconds.get(part, 0.0) + since.until(until)
+        self._times = []
+        return seconds
+
+
 @torch.no_grad()
 def decode(call: Call) -> Iterator[Step]:
     """Decodes until every row has ended, and yields what each round decided.
@@ -72,6 +113,9 @@ def decode(call: Call) -> Iterator[Step]:
 def _rounds(call: Call) -> Iterator[Step]:
     target, rows = call.target, call.rows
     clock = Clock(target.device)
+    turns = None
+    if isinstance(call.controller, AutoController) and call.controller.apart:
+        turns = Turns(call.controller, call.ranks, clock)
     started = clock.now()
     proposed = draft = Draft.empty(rows.batch, target.device)
     drafted = started
@@ -90,6 +134,7 @@ def _rounds(call: Call) -> Iterator[Step]:
             draft_s=started.until(drafted),
             verify_s=drafted.until(verified),
             seconds=time.perf_counter() - started.host,
+            part_s={} if turns is None else turns.seconds(),
         )
         (call.stats.add_prefill if passed.is_prompt else call.stats.add)(step)
         call.controller.update(step)
@@ -100,7 +145,7 @@ def _rounds(call: Call) -> Iterator[Step]:
         if rows.all_finished:
             return
         started = clock.now()
-        proposed, draft = _propose(call, _seen(call, proposed, draft, passed, decision))
+        proposed, draft = _propose(call, _seen(call, proposed, draft, passed, decision), turns)
         roots = rows.roots()
         draft = target.fit(roots, draft.to(target.device))
         drafted = clock.now()
@@ -120,16 +165,16 @@ def _seen(call: Call, proposed: Draft, draft: Draft, passed: Pass, decision: Dec
     return Verified(proposed, decision.draft_tokens, draft.parents.tolist(), top)
 
 
-def _propose(call: Call, last: Verified) -> tuple[Draft, Draft]:
+def _propose(call: Call, last: Verified, turns: Turns | None) -> tuple[Draft, Draft]:
     """Asks the session, and the controller what of its draft is to be checked; returns both."""
-    proposed = _asked(call, last)
+    proposed = _asked(call, last, turns)
     chosen = call.controller.choose(proposed)
     agreed = call.ranks.agree_on_draft(chosen)
     # Another rank's draft must not be taken by the session for its own.
     return (proposed if agreed is chosen else agreed), agreed
 
 
-def _asked(call: Call, last: Verified) -> Draft:
+def _asked(call: Call, last: Verified, turns: Turns | None) -> Draft:
     """Asks the session, and refuses an answer that breaks the limit."""
     rows = call.rows
     wanted, reach = call.ranks.agree_on(call.controller.depth()), call.target.reach()
@@ -137,7 +182,8 @@ def _asked(call: Call, last: Verified) -> Draft:
     deepest = max(depth)
     if deepest == 0:
         return Draft.empty(rows.batch)
-    limit = Limit(depth, nodes=deepest if call.chain else max(deepest, call.controller.nodes()), chain=call.chain)
+    most = deepest if call.chain else max(deepest, call.controller.nodes())
+    limit = Limit(depth, nodes=most, chain=call.chain, shares=turns)
     noise = call.noise
     if noise is not None and not call.coupled:
         noise = noise.stream("draft", rows.next_positions()[:, 0])

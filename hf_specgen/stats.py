@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 
@@ -19,6 +20,7 @@ class Step:
         verify_s: seconds spent in the target's pass.
         seconds: the whole round, on the host. On CUDA the other two are times on the device; on other accelerators
             they are the host's, which runs ahead.
+        part_s: of `draft_s`, by the names of a combination's parts; empty where nobody asks.
     """
 
     tokens: list[list[int]]
@@ -28,6 +30,7 @@ class Step:
     draft_s: float = 0.0
     verify_s: float = 0.0
     seconds: float = 0.0
+    part_s: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass

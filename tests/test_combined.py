@@ -17,6 +17,7 @@ from tiny import ONE, RAGGED, run
 from transformers import PreTrainedModel
 
 import hf_specgen as sg
+from hf_specgen.assistants import parts_of
 from hf_specgen.draft import Context, Draft, Limit, Needs, Node, Request, Verified
 from hf_specgen.drafters.combined import ASSUMED, beside, on_host
 from hf_specgen.drafters.first_of import LIKELY, reached
@@ -314,6 +315,80 @@ def test_merged_drafts_keep_the_depth_and_the_nodes_of_the_limit():
     draft = propose(sg.Merge(first, second), (2, 3), is_chain=True)
     assert draft.is_chain
     assert hosted(draft) == [links(4, 5), links(4, 5, 6)]
+
+
+# ---------------------------------------------------------------------------------------------- parts that are apart
+
+
+@dataclass
+class Allots:
+    """Lets each part draft so deep, by its number; parts on trial are not used.
+
+    Attributes:
+        depth: of each.
+        tried: those on trial.
+        beside: what each was asked beside.
+    """
+
+    depth: dict[int, int]
+    tried: tuple[int, ...] = ()
+    beside: dict[int, list[list[tuple[int, int]]]] = field(default_factory=dict)
+
+    def cheap(self, part: str) -> bool:
+        return "=1" in part
+
+    def limit(self, part: str, limit: Limit, beside: Draft) -> Limit:
+        number = int(part.removesuffix(")")[-1])
+        self.beside[number] = hosted(beside)
+        return dataclasses.replace(limit, depth=tuple(min(self.depth[number], deep) for deep in limit.depth))
+
+    def took(self, part: str, draft: Draft) -> Draft:
+        return Draft.empty(len(draft.tokens)) if int(part.removesuffix(")")[-1]) in self.tried else draft
+
+
+@dataclass(frozen=True)
+class Numbered(Told):
+    number: int = 0
+
+
+def allotted(drafter: Any, shares: Allots, depth: int = 8) -> list[list[tuple[int, int]]]:
+    context = Context([[1, 2, 3]], [3], hidden=["the states"])
+    return hosted(drafter.start(None, Request(batch=1)).propose(context, Limit((depth,), 64, False, shares)))
+
+
+@pytest.mark.parametrize("kind", BOTH)
+def test_a_part_that_rests_takes_the_states_and_leaves_the_others_their_drafts(kind):
+    cheap = Numbered([chain(4, 5)], number=1)
+    reader, other = Numbered([chain(7)], needs=Needs(hidden_layers=(1,)), number=2), Numbered([chain(8)], number=3)
+    shares = Allots({1: 8, 2: 0, 3: 0})
+    assert allotted(kind(cheap, reader, other), shares) == [links(4, 5)]
+    assert [(context.hidden, limit.depth) for context, limit in reader.shown] == [(["the states"], (0,))]
+    assert not other.shown
+
+
+@pytest.mark.parametrize("kind", BOTH)
+def test_of_a_part_on_trial_nothing_is_used(kind):
+    cheap, dear = Numbered([chain(4, 5)], number=1), Numbered([chain(7, 8, 9, 3)], number=2)
+    assert allotted(kind(cheap, dear), Allots({1: 8, 2: 1}, tried=(2,))) == [links(4, 5)]
+    assert [limit.depth for _, limit in dear.shown] == [(1,)]
+
+
+def test_cheap_parts_of_a_merge_are_asked_first_and_dear_ones_beside_them():
+    cheap, dear = Numbered([chain(4, 5)], number=1), Numbered([chain(7)], number=2)
+    shares = Allots({1: 8, 2: 8})
+    inner = sg.FirstOf(Numbered([[]], number=1), Numbered([chain(9)], number=3))
+    shares.depth[3] = 8
+    drafted = allotted(sg.Merge(dear, cheap, inner), shares)
+    assert sorted(token for token, _ in drafted[0]) == [4, 5, 7, 9]
+    assert shares.beside[2] == [links(4, 5)]
+    assert shares.beside[3] == [[]], "what its own combination has"
+
+
+def test_wrapped_combinations_are_one_drafter():
+    assert parts_of(sg.FirstOf(Numbered(number=1), sg.Merge(Numbered(number=2), Numbered(number=3)))) == tuple(
+        f"Numbered(number={number})" for number in (1, 2, 3)
+    )
+    assert parts_of(Sometimes(sg.Merge(Told(), Told()))) == ()
 
 
 # --------------------------------------------------------------------------------------- rules that read probabilities

@@ -182,9 +182,13 @@ def test_a_load_on_the_machine_lowers_the_width():
 
 
 def test_a_machine_that_slows_down_as_a_whole_changes_no_width_for_long():
-    world = World(lambda w, now: (1 if now < 200 else 3) * linear(1.5, 0.02)(w), lambda _: 0.85, says=0.85)
-    world.run(auto(), 400)
-    assert abs(world.width(240, 400) - world.width(100, 200)) <= 3
+    changed = []
+    for seed in range(3):
+        world = World(lambda w, now: (1 if now < 200 else 3) * linear(1.5, 0.02)(w), lambda _: 0.85, says=0.85)
+        world.dice = random.Random(seed)
+        world.run(auto(), 400)
+        changed.append(abs(world.width(240, 400) - world.width(100, 200)))
+    assert statistics.median(changed) <= 3
 
 
 @pytest.mark.parametrize("says", [0.8, None], ids=["cheap", "dear"])
@@ -194,11 +198,15 @@ def test_it_falls_back_to_plain_decoding_and_comes_back(says):
     def right(now: int) -> float:
         return 0.05 if 200 <= now < 500 else 0.85
 
-    world = World(lambda w, _: linear(1.6, 0.02)(w), right, draft_s=draft_s, says=says).run(auto(), 1000)
-    assert world.width(100, 200) >= 4
-    assert world.width(260, 500) == 0
-    assert world.speed(200, 500) >= (0.95 if says else 0.88), "each try costs a dear draft too"
-    assert world.width(700, 1000) >= 4
+    speeds = []
+    for seed in range(3):
+        world = World(lambda w, _: linear(1.6, 0.02)(w), right, draft_s=draft_s, says=says, dice=random.Random(seed))
+        world.run(auto(), 800)
+        assert world.width(100, 200) >= 4
+        assert world.width(260, 500) == 0
+        assert world.width(600, 800) >= 4
+        speeds.append(world.speed(200, 500))
+    assert statistics.mean(speeds) >= (0.94 if says else 0.9), "to notice takes some rounds"
 
 
 def test_it_backs_off_as_the_batch_grows():
@@ -275,7 +283,7 @@ def test_what_must_stay_whole_is_checked_whole_or_not_at_all():
 def test_what_was_drawn_from_probabilities_is_not_cut_down():
     draft = tree((5, 0, 0.01), (6, 1, 0.01))
     for probs, kept in (None, 0), (torch.full((1, 2, 9), 1 / 9), 2):
-        controller = sg.Auto().start(Situation(batch=1))
+        controller = sg.Auto(costs=told(0.0, *[0.3] * 12)).start(Situation(batch=1))
         controller.depth()
         assert controller.choose(replace(draft, probs=probs)).nodes == kept
 

@@ -188,6 +188,8 @@ def test_tensors_that_are_empty_or_not_finite_are_not_saved(tmp_path):
         ([], "--output_dir is needed"),
         (["--output_dir", "o", "--save_steps", "15"], "no multiple of logging_steps 10"),
         (["--output_dir", "o", "--save_total_limit", "1"], "use 2"),
+        (["--output_dir", "o", "--quantize", "2bit"], "choose from '4bit', '8bit'"),
+        (["--output_dir", "o", "--save_dtype", "int8"], "choose from 'float32', 'bfloat16', 'float16'"),
     ],
 )
 def test_arguments_that_would_lose_something_are_refused(words, message, capsys):

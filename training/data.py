@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import pyarrow.parquet
 import torch
 from chats import IGNORED, Message, Turns
 from torch import Tensor
@@ -134,16 +135,23 @@ def load(
         files = [str(path) for path in parts(source)]
         if not files:
             raise ValueError(f"{source} has no complete part yet: generate_data.py writes them")
-        side = None if held_out is None else [("held_out", "==", held_out)]
-        wanted = None if columns is None else list(columns)
-        rows = datasets.load_dataset("parquet", data_files=files, split="train", filters=side, columns=wanted)
+        wanted = None if columns is None else sorted({*columns, "held_out"})
+        rows = datasets.load_dataset("parquet", data_files=files, split="train", columns=wanted)
     else:
         rows = _labelled(read(source, split), source, tokenizer)
-        if held_out is not None:
-            rows = rows.filter(lambda row: row["held_out"] == held_out)
-        if columns is not None:
-            rows = rows.select_columns(list(columns))
+    if held_out is not None:
+        rows = rows.select([place for place, side in enumerate(rows["held_out"]) if side == held_out])
+    if columns is not None:
+        rows = rows.select_columns(list(columns))
     return rows.with_format("torch")
+
+
+def stored(source: str | Path) -> tuple[list[int], list[str]]:
+    """The layers whose states a data folder holds, and its columns; of other people's chats none are known."""
+    if not is_generated(source):
+        return [], []
+    names = pyarrow.parquet.read_schema(parts(source)[0]).names
+    return list(read_info(source).get("hidden_layers", ())), [name for name in TOKENS if name in names]
 
 
 def is_generated(source: str | Path) -> bool:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import torch
 from losses import DIVERGENCES, IGNORED, Kind, Teacher, TopK, agreement, divergence, jsd, mean
@@ -92,7 +92,9 @@ class DistillTraining(DrafterTraining):
         self.recipe = recipe
         self.stored_from = stored_from
         text = generative(target).config.get_text_config(decoder=True)
-        self.some = None if ids is None else SomeIds(ids, text.vocab_size, recipe.others)
+        # Siblings may pad their tables to other sizes; only what both have are tokens.
+        self.size = min(text.vocab_size, generative(drafter).config.get_text_config(decoder=True).vocab_size)
+        self.some = None if ids is None else SomeIds(ids, self.size, recipe.others)
         metric = None
         if recipe.hidden_loss:
             ours = generative(drafter).config.get_text_config(decoder=True).hidden_size
@@ -103,6 +105,13 @@ class DistillTraining(DrafterTraining):
                 )
             metric = _metric(generative(target))
         self.register_buffer("metric", metric, persistent=False)
+
+    def activation_checkpointing_enable(self, **kwargs: Any) -> None:
+        """What Trainer calls for `--gradient_checkpointing`; of the teacher nothing is kept anyway."""
+        inner: Any = generative(self.drafter)
+        inner.activation_checkpointing_enable(**kwargs)
+        # Reentrant checkpointing gives no gradient where no input has one, and embeddings are frozen.
+        inner.enable_input_require_grads()
 
     def forward(
         self,
@@ -156,8 +165,7 @@ class DistillTraining(DrafterTraining):
         self, ours: Tensor, theirs: Tensor | TopK, count: Tensor | int, ids: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """The loss and the number of places that agree, where there are many in parts."""
-        classes = generative(self.drafter).config.get_text_config(decoder=True).vocab_size if ids is None else len(ids)
-        size = max(1, HELD // classes)
+        size = max(1, HELD // (self.size if ids is None else len(ids)))
         part: Callable[..., tuple[Tensor, Tensor]] = partial(self._compare, count=count, ids=ids)
         if len(ours) <= size:
             return part(ours, theirs)
@@ -195,7 +203,7 @@ class DistillTraining(DrafterTraining):
         weight = cast(Tensor, head.weight)
         states, config = states.to(weight.dtype), inner.config.get_text_config(decoder=True)
         if self.some is None or ids is None:
-            return target_logits(head(states), config)
+            return target_logits(head(states)[:, : self.size], config)
         bias: Tensor | None = getattr(head, "bias", None)
         logits = target_logits(linear(states, weight[ids], None if bias is None else bias[ids]), config)
         if (others := self.some.others) == 0:

@@ -103,9 +103,6 @@ class MedusaTraining(DrafterTraining):
         self.learns = any(parameter.requires_grad for parameter in target.parameters())
         self.text = generative(target).config.get_text_config(decoder=True)
         self.some = None if ids is None else SomeIds(ids.to(heads.device), self.text.vocab_size, recipe.others)
-        if self.learns:
-            # Reentrant checkpointing gives no gradient where no input has one, and embeddings are frozen.
-            generative(target).enable_input_require_grads()  # type: ignore[no-untyped-call]
 
     def activation_checkpointing_enable(self, **kwargs: Any) -> None:
         """What Trainer calls for `--gradient_checkpointing`; of a frozen target nothing is kept anyway."""

@@ -34,6 +34,7 @@ from hf_specgen.files import write_whole
 logger = logging.getLogger(__name__)
 
 TRAINED, COMPLETE = "trained.safetensors", "complete.json"
+SAVED = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass
@@ -44,6 +45,13 @@ class CommonArguments:
     data: str = field(metadata={"help": "A folder of generate_data.py, or what `datasets` loads with chats in it."})
     revision: str | None = field(default=None, metadata={"help": "Of the target on the hub."})
     dtype: str = field(default="auto", metadata={"help": "The frozen target's: auto, float32, bfloat16, float16."})
+    save_dtype: str | None = field(
+        default=None,
+        metadata={"help": "Of the saved weights; the target's unless given.", "choices": [*SAVED]},
+    )
+    quantize: str | None = field(
+        default=None, metadata={"help": "The target, by bitsandbytes.", "choices": ["4bit", "8bit"]}
+    )
     max_length: int = field(default=2048, metadata={"help": "Tokens; what is longer is cut."})
     resume: bool = field(default=False, metadata={"help": "Go on from the last complete checkpoint in --output_dir."})
     minutes: float | None = field(default=None, metadata={"help": "Save and stop after so long; --resume goes on."})
@@ -61,6 +69,7 @@ class DrafterTrainingArguments(TrainingArguments):
     save_steps: float = 100
     save_total_limit: int | None = 2
     remove_unused_columns: bool | None = False
+    dataloader_pin_memory: bool = field(default_factory=torch.accelerator.is_available)
     label_names: list[str] | None = field(default_factory=lambda: ["labels"])
 
     def __post_init__(self) -> None:
@@ -300,6 +309,11 @@ def _sound(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         if tensor.numel() == 0 or not bool(tensor.isfinite().all()):
             raise RuntimeError(f"{name} {'is empty' if tensor.numel() == 0 else 'holds NaN or infinity'}: not saved")
     return dict(state)
+
+
+def saved_as(arguments: CommonArguments, target: PreTrainedModel) -> torch.dtype:
+    """The dtype that weights are saved in."""
+    return target.dtype if arguments.save_dtype is None else SAVED[arguments.save_dtype]
 
 
 def is_main() -> bool:

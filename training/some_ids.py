@@ -8,12 +8,16 @@ unlikely. On 27,000 tokens of SmolLM2, after the same steps: 1.60 tokens a round
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from losses import IGNORED, LOWEST, Teacher, TopK
 from torch import Tensor, nn
 from torch.nn.functional import linear, pad
+
+logger = logging.getLogger(__name__)
 
 
 class SomeIds(nn.Module):
@@ -75,3 +79,27 @@ class SomeIds(nn.Module):
             return TopK(place.masked_fill(missing, len(self)), teacher.log_probs.masked_fill(missing, LOWEST))
         said = teacher.log_softmax(-1)[:, self.ids] if self.others else teacher[:, self.ids].log_softmax(-1)
         return TopK(torch.arange(len(self.ids), device=said.device).expand_as(said), said)
+
+
+def frequent(labels: Iterable[Tensor], count: int, vocabulary: int) -> Tensor | None:
+    """The most frequent ids of the labels, ascending; None where the softmax is to run over all ids.
+
+    Args:
+        labels: of all rows.
+        count: how many ids at most.
+        vocabulary: how many there are.
+    """
+    if not count or count >= vocabulary:
+        return None
+    seen = torch.zeros(vocabulary, dtype=torch.long)
+    for row in labels:
+        seen += torch.bincount(row[row >= 0], minlength=vocabulary)
+    best = seen.argsort(descending=True, stable=True)[:count]
+    kept = best[seen[best] > 0].sort().values
+    logger.warning(
+        "logits of %d of %d ids, which are %.1f %% of all labels",
+        len(kept),
+        vocabulary,
+        100 * seen[kept].sum() / seen.sum(),
+    )
+    return kept

@@ -16,20 +16,19 @@ import logging
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import card
 import data
 import datasets
 import provenance
-import pyarrow.parquet
 import report
 import runs
 import torch
 from eagle_beginning import begin_as_layer
 from eagle_training import EagleTraining, Recipe
+from targets import load_target
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, PreTrainedModel, TrainingArguments
+from transformers import AutoTokenizer, PreTrainedModel, TrainingArguments
 
 from hf_specgen.files import write_whole
 from hf_specgen.heads.eagle import METHODS, EagleHead
@@ -71,14 +70,12 @@ class Arguments(runs.CommonArguments):
     regression: float | None = field(
         default=None, metadata={"help": "Weight of features' distance to the model's states; 10 for eagle, else 0."}
     )
-    quantize: str | None = field(default=None, metadata={"help": "4bit or 8bit, by bitsandbytes."})
     report: bool = field(default=True, metadata={"help": "Measure before and after, in a process of its own."})
 
     def __post_init__(self) -> None:
         """Refuses what there is not."""
-        for name, known in (("method", tuple(METHODS)), ("quantize", (None, "4bit", "8bit"))):
-            if getattr(self, name) not in known:
-                raise ValueError(f"--{name} is one of {', '.join(filter(None, known))}, not {getattr(self, name)}")
+        if self.method not in METHODS:
+            raise ValueError(f"--method is one of {', '.join(METHODS)}, not {self.method}")
         if self.regression is None:
             self.regression = 10.0 if self.method == "eagle" else 0.0
 
@@ -93,7 +90,7 @@ def main(arguments: Arguments, training_arguments: TrainingArguments) -> None:
     recipe = Recipe(arguments.drafted, arguments.decay, arguments.distillation, float(arguments.regression or 0))
     ids = draft_vocabulary(arguments, target, rows["labels"], out / CHOSEN)
     head = load_head(arguments, target, ids)
-    module = EagleTraining(target, head, recipe, ids, stored_layers(arguments.data))
+    module = EagleTraining(target, head, recipe, ids, data.stored(arguments.data)[0])
     collator = data.Collator(max_length=arguments.max_length)
     trainer = runs.DrafterTrainer(module, arguments, training_arguments, train_dataset=rows, data_collator=collator)
     if not trainer.train_or_resume():
@@ -104,7 +101,7 @@ def main(arguments: Arguments, training_arguments: TrainingArguments) -> None:
         return
     head = EagleHead(head.config)
     head.load_state_dict(state)
-    head.to(dtype=target.dtype).save_pretrained(out)  # type: ignore[call-arg]
+    head.to(dtype=runs.saved_as(arguments, target)).save_pretrained(out)  # type: ignore[call-arg]
     provenance.write(out, target, arguments, training_arguments, {"steps": trainer.state.global_step})
     card.write(out)
     if arguments.report:
@@ -112,21 +109,6 @@ def main(arguments: Arguments, training_arguments: TrainingArguments) -> None:
 
 
 # ------------------------------------------------------------------------------------------------- what is trained
-
-
-def load_target(arguments: Arguments) -> PreTrainedModel:
-    """The model; quantized where that is asked for."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    kwargs: dict[str, Any] = {}
-    if arguments.quantize is not None:
-        compute = torch.bfloat16 if device == "cuda" else torch.float32
-        four = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": compute}
-        quantization: Any = BitsAndBytesConfig
-        config = quantization(**(four if arguments.quantize == "4bit" else {"load_in_8bit": True}))
-        kwargs = {"quantization_config": config, "device_map": device}
-    return AutoModelForCausalLM.from_pretrained(
-        arguments.target, revision=arguments.revision or "main", dtype=arguments.dtype, **kwargs
-    )
 
 
 def load_head(arguments: Arguments, target: PreTrainedModel, ids: Tensor | None) -> EagleHead:
@@ -195,21 +177,12 @@ def ends_of(target: PreTrainedModel) -> set[int]:
 
 def load_rows(arguments: Arguments) -> datasets.Dataset:
     """Conversations; with a column by which those of a batch are of about one length, so that little is padding."""
-    columns, tokenizer = ["input_ids", "labels"], None
-    if data.is_generated(arguments.data):
-        for part in data.parts(arguments.data)[:1]:
-            held = pyarrow.parquet.read_schema(part).names
-            columns = [name for name in data.TOKENS if name in held]
-    else:
+    columns, tokenizer = data.stored(arguments.data)[1] or ["input_ids", "labels"], None
+    if not data.is_generated(arguments.data):
         tokenizer = AutoTokenizer.from_pretrained(arguments.target, revision=arguments.revision or "main")
     rows = data.load(arguments.data, columns=columns, tokenizer=tokenizer)
     lengths = [min(len(ids), arguments.max_length) for ids in rows.select_columns(["input_ids"])["input_ids"]]
     return rows.add_column("length", lengths)
-
-
-def stored_layers(source: str) -> list[int]:
-    """The layers whose states a data folder holds; other people's chats hold none."""
-    return list(data.read_info(source).get("hidden_layers", ())) if data.is_generated(source) else []
 
 
 if __name__ == "__main__":

@@ -11,26 +11,24 @@ heads for that model are saved. `--quantize 4bit` loads the model in 4 bits for 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import card
 import data
 import datasets
 import provenance
-import pyarrow.parquet
 import report
 import runs
 import torch
 from medusa_training import MedusaTraining, Recipe
-from torch import Tensor, nn
+from some_ids import frequent
+from targets import let_gradients_through, load_target
+from torch import nn
 from transformers import (
-    AutoModelForCausalLM,
     AutoTokenizer,
-    BitsAndBytesConfig,
     PreTrainedModel,
     TrainerCallback,
     TrainerControl,
@@ -53,7 +51,7 @@ class Arguments(runs.CommonArguments):
     """What is trained, and how."""
 
     num_heads: int = field(default=4, metadata={"help": "Tokens guessed at once."})
-    num_layers: int = field(default=1, metadata={"help": "Residual blocks a head."})
+    num_layers: int = field(default=2, metadata={"help": "Residual blocks a head."})
     lm_heads: str = field(
         default="target", metadata={"help": "target: the model's own, 2 MB a head or less; shared; or own, one a head."}
     )
@@ -73,15 +71,13 @@ class Arguments(runs.CommonArguments):
     backbone_rate: float = field(default=0.25, metadata={"help": "The adapter's learning rate, by that of the heads."})
     heads_weight: float = field(default=0.2, metadata={"help": "Of the heads' loss beside the model's own."})
     heads_warmup: int = field(default=40, metadata={"help": "Steps over which that weight grows from 0."})
-    quantize: str | None = field(default=None, metadata={"help": "4bit or 8bit, by bitsandbytes."})
     measured: int = field(default=64, metadata={"help": "Held-out texts on which each head's guesses are counted."})
     report: bool = field(default=True, metadata={"help": "Measure before and after, in a process of its own."})
 
     def __post_init__(self) -> None:
         """Refuses what there is not."""
-        for name, known in (("lm_heads", ("target", "shared", "own")), ("quantize", (None, "4bit", "8bit"))):
-            if getattr(self, name) not in known:
-                raise ValueError(f"--{name} is one of {', '.join(filter(None, known))}, not {getattr(self, name)}")
+        if self.lm_heads not in get_args(LMHeads):
+            raise ValueError(f"--lm_heads is one of {', '.join(get_args(LMHeads))}, not {self.lm_heads}")
 
 
 def main(arguments: Arguments, training_arguments: TrainingArguments) -> None:
@@ -115,7 +111,7 @@ def main(arguments: Arguments, training_arguments: TrainingArguments) -> None:
     heads.config.target = TargetRecord.of(target).to_dict()
     heads.to(device=target.device)  # type: ignore[call-arg]
     heads.config.accuracies = accuracies_of(target, heads, arguments)
-    heads.to(dtype=target.dtype).save_pretrained(out)  # type: ignore[call-arg]
+    heads.to(dtype=runs.saved_as(arguments, target)).save_pretrained(out)  # type: ignore[call-arg]
     provenance.write(out, target, arguments, training_arguments, {"steps": trainer.state.global_step})
     card.write(out)
     if arguments.report:
@@ -123,31 +119,6 @@ def main(arguments: Arguments, training_arguments: TrainingArguments) -> None:
 
 
 # ------------------------------------------------------------------------------------------------- what is trained
-
-
-def load_target(arguments: Arguments, quantize: bool = True) -> PreTrainedModel:
-    """The model, frozen; quantized where that is asked for."""
-    config, device = None, "cuda" if torch.cuda.is_available() else "cpu"
-    if arguments.quantize == "8bit" and quantize:
-        config = BitsAndBytesConfig(load_in_8bit=True)
-    elif arguments.quantize == "4bit" and quantize:
-        compute = torch.bfloat16 if device == "cuda" else torch.float32
-        config = BitsAndBytesConfig(
-            load_in_4bit=True,
-            bnb_4bit_quant_type="nf4",
-            bnb_4bit_use_double_quant=True,
-            bnb_4bit_compute_dtype=compute,
-        )
-    kwargs = {} if config is None else {"quantization_config": config, "device_map": device}
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-        arguments.target, revision=arguments.revision or "main", dtype=arguments.dtype, **kwargs
-    )
-    if arguments.quantize == "4bit" and arguments.lora_rank:
-        # On CPUs with bfloat16 a pass in eval mode packs the weights anew, and no gradient gets through them any more.
-        for module in model.modules():
-            if type(module).__name__ == "Linear4bit":
-                module.support_avx512bf16_for_cpu = False  # type: ignore[assignment]
-    return cast(PreTrainedModel, model.requires_grad_(False))
 
 
 def load_heads(arguments: Arguments, target: PreTrainedModel) -> MedusaHeads:
@@ -170,6 +141,7 @@ def with_adapter(arguments: Arguments, target: PreTrainedModel) -> nn.Module:
         return target
     import peft
 
+    let_gradients_through(target)
     config = peft.LoraConfig(
         r=arguments.lora_rank,
         lora_alpha=arguments.lora_alpha,
@@ -185,11 +157,12 @@ def merge(arguments: Arguments, out: Path) -> PreTrainedModel:
     import peft
 
     wrapped = peft.PeftModel.from_pretrained(load_target(arguments, quantize=False), out / ADAPTER)
-    merged: PreTrainedModel = wrapped.merge_and_unload()
+    merged: Any = wrapped.merge_and_unload()
     merged.save_pretrained(out / MERGED)
     AutoTokenizer.from_pretrained(arguments.target, revision=arguments.revision or "main").save_pretrained(out / MERGED)
     merged.config.name_or_path = MERGED
-    return merged.eval()
+    whole: PreTrainedModel = merged.eval()
+    return whole
 
 
 # ------------------------------------------------------------------------------------------------- what it learns from
@@ -211,41 +184,16 @@ def columns_of(arguments: Arguments, target: PreTrainedModel) -> list[str]:
     if stored_from(arguments.data, target) is not None and not arguments.lora_rank:
         columns.append("hidden_states")
     if arguments.distillation:
-        held = pyarrow.parquet.read_schema(data.parts(arguments.data)[0]).names
-        columns += [name for name in ("top_ids", "top_logprobs") if name in held]
+        columns += [name for name in data.stored(arguments.data)[1] if name in ("top_ids", "top_logprobs")]
     return columns
 
 
 def stored_from(folder: str, target: PreTrainedModel) -> int | None:
     """Where the last layer, which has two names, begins among stored states; None where it is not stored."""
     text = target.config.get_text_config(decoder=True)
-    layers = data.read_info(folder).get("hidden_layers", []) if data.is_generated(folder) else []
+    layers, _ = data.stored(folder)
     places = [place for place, layer in enumerate(layers) if layer in (-1, text.num_hidden_layers)]
     return places[0] * text.hidden_size if places else None
-
-
-def frequent(labels: Iterable[Tensor], count: int, vocabulary: int) -> Tensor | None:
-    """The most frequent ids of the labels, ascending; None where the softmax is to run over all ids.
-
-    Args:
-        labels: of all rows.
-        count: how many ids at most.
-        vocabulary: how many there are.
-    """
-    if not count or count >= vocabulary:
-        return None
-    seen = torch.zeros(vocabulary, dtype=torch.long)
-    for row in labels:
-        seen += torch.bincount(row[row >= 0], minlength=vocabulary)
-    best = seen.argsort(descending=True, stable=True)[:count]
-    kept = best[seen[best] > 0].sort().values
-    logger.warning(
-        "logits of %d of %d ids, which are %.1f %% of all labels",
-        len(kept),
-        vocabulary,
-        100 * seen[kept].sum() / seen.sum(),
-    )
-    return kept
 
 
 def accuracies_of(target: PreTrainedModel, heads: MedusaHeads, arguments: Arguments) -> list[list[float]] | None:
@@ -260,7 +208,8 @@ def accuracies_of(target: PreTrainedModel, heads: MedusaHeads, arguments: Argume
     if not texts:
         logger.warning("no text is held out: trees will grow by the heads' own probabilities")
         return None
-    return measure_accuracies(target.eval(), heads.eval(), texts, prompt_lengths=prompts)
+    heads.train(False)
+    return measure_accuracies(target, heads, texts, prompt_lengths=prompts)
 
 
 # ------------------------------------------------------------------------------------------------------ how it learns
@@ -282,8 +231,8 @@ class MedusaTrainer(runs.DrafterTrainer):
         made = self.optimizer is None
         optimizer: torch.optim.Optimizer = super().create_optimizer(model)
         if made:
-            named = (self.model if model is None else model).named_parameters()
-            adapter = {id(parameter) for name, parameter in named if ".lora_" in name}
+            trained: Any = self.model if model is None else model
+            adapter = {id(parameter) for name, parameter in trained.named_parameters() if ".lora_" in name}
             for group in list(optimizer.param_groups):
                 slow = [parameter for parameter in group["params"] if id(parameter) in adapter]
                 if slow:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from hf_specgen.draft import Context, Draft, Drafter, Limit, Needs, Node
+from hf_specgen.draft import Context, Draft, Drafter, Limit, Needs, Node, named
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -38,6 +38,10 @@ def checked(name: str, drafters: Sequence[Drafter]) -> tuple[Drafter, ...]:
     return tuple(drafters)
 
 
+class Combination:
+    """The session of a combination, which asks about each of its parts itself."""
+
+
 class Sessions:
     """The sessions of several drafters in one call.
 
@@ -52,6 +56,7 @@ class Sessions:
     def __init__(self, drafters: Sequence[Drafter], target: PreTrainedModel, request: Request) -> None:
         request = replace(request, wants_confidence=True)  # by which drafts are compared
         self.all: list[DraftSession] = [drafter.start(target, request) for drafter in drafters]
+        self._names = [named(drafter) for drafter in drafters]
         self._needs = [session.needs for session in self.all]
         layers = [needs.hidden_layers for needs in self._needs if needs.hidden_layers]
         if len(layers) > 1:
@@ -66,15 +71,35 @@ class Sessions:
             cache_view=any(needs.cache_view for needs in self._needs),
         )
 
-    def propose(self, place: int, context: Context, limit: Limit) -> Draft:
-        """One session's draft; it is shown what it asked for.
+    def propose(self, place: int, context: Context, limit: Limit, beside: Callable[[], Draft]) -> Draft:
+        """One session's draft; it is shown what it asked for, and asked for what it may draft.
 
         Args:
             place: of the session.
             context: as the loop gives it.
             limit: for this session.
+            beside: makes the draft that there is without it.
         """
-        return self.all[place].propose(self._context(place, context), limit)
+        session, shares, part = self.all[place], limit.shares, self._names[place]
+        if isinstance(session, Combination) or shares is None:
+            return self._ask(place, context, limit)
+        if any(limit.depth):
+            limit = shares.limit(part, limit, beside())
+        draft = self._ask(place, context, replace(limit, shares=None))
+        return shares.took(part, draft) if any(limit.depth) else draft
+
+    def _ask(self, place: int, context: Context, limit: Limit) -> Draft:
+        if any(limit.depth) or self.reads(place):
+            return self.all[place].propose(self._context(place, context), limit)
+        return Draft.empty(len(limit.depth))
+
+    def turns(self, limit: Limit) -> list[int]:
+        """The places of the sessions, those first that cost next to nothing."""
+        places, shares = range(len(self.all)), limit.shares
+        if shares is None:
+            return list(places)
+        inner = [isinstance(session, Combination) for session in self.all]
+        return sorted(places, key=lambda place: inner[place] or not shares.cheap(self._names[place]))
 
     def reads(self, place: int) -> bool:
         """Whether a session learns from every pass, also from those that it drafted nothing for."""

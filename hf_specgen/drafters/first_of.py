@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from hf_specgen.draft import Draft, Drafter, Limit, Node
-from hf_specgen.drafters.combined import Sessions, beside, checked, on_host
+from hf_specgen.drafters.combined import Combination, Sessions, beside, checked, on_host
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -58,7 +58,7 @@ class FirstOf:
         return FirstOfSession(self.at_least, Sessions(self.drafters, target, request))
 
 
-class FirstOfSession:
+class FirstOfSession(Combination):
     """A session of each drafter, asked for the rows that those before it were not sure of."""
 
     def __init__(self, at_least: int, sessions: Sessions) -> None:
@@ -73,7 +73,8 @@ class FirstOfSession:
         open_depth = list(limit.depth)  # 0 for rows that are settled
         last = len(self.sessions.all) - 1
         for place in range(last + 1):
-            draft = self._ask(place, context, Limit(tuple(open_depth), limit.nodes, limit.chain))
+            asked = replace(limit, depth=tuple(open_depth))
+            draft = self.sessions.propose(place, context, asked, lambda: beside(drafts, chosen))
             if draft.whole and draft.nodes:
                 return draft
             if place == last and all(before is None for before in chosen):
@@ -86,11 +87,6 @@ class FirstOfSession:
                     if draft.probs is not None or reached(nodes, enough) >= LIKELY:
                         open_depth[row] = 0
         return beside(drafts, chosen)
-
-    def _ask(self, place: int, context: Context, limit: Limit) -> Draft:
-        if any(limit.depth) or self.sessions.reads(place):
-            return self.sessions.propose(place, context, limit)
-        return Draft.empty(len(limit.depth))
 
 
 def reached(nodes: Sequence[Node], depth: int) -> float:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hf_specgen.draft import Draft, Drafter, Limit, Node
-from hf_specgen.drafters.combined import Sessions, beside, checked, on_host
+from hf_specgen.drafters.combined import Combination, Sessions, beside, checked, on_host
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -54,7 +54,7 @@ class Merge:
         return MergeSession(Sessions(self.drafters, target, request))
 
 
-class MergeSession:
+class MergeSession(Combination):
     """A session of each drafter."""
 
     def __init__(self, sessions: Sessions) -> None:
@@ -63,21 +63,33 @@ class MergeSession:
 
     def propose(self, context: Context, limit: Limit) -> Draft:
         """See `DraftSession`. A draft that is to be checked as a whole is taken alone."""
-        places = range(len(self.sessions.all))
-        drafts = [draft for place in places if (draft := self.sessions.propose(place, context, limit)).nodes]
-        if not drafts:
-            return Draft.empty(len(limit.depth))
-        alone = next((draft for draft in drafts if draft.whole), drafts[0] if len(drafts) == 1 else None)
-        if alone is not None:
-            return alone
-        rows = [list(trees) for trees in zip(*map(on_host, drafts), strict=True)]
-        if any(draft.probs is not None for draft in drafts):
-            return beside(drafts, [next((i for i, tree in enumerate(trees) if tree), None) for trees in rows])
-        nodes: list[list[Node]] = []
-        for trees, depth in zip(rows, limit.depth, strict=True):
-            trie = Trie(trees, depth)
-            nodes.append(trie.best_chain() if limit.chain else trie.best(limit.nodes))
-        return Draft.of_nodes(nodes)
+        drafts: dict[int, Draft] = {}
+
+        def beside() -> Draft:
+            return _merged([drafts[place] for place in sorted(drafts)], limit)
+
+        for place in self.sessions.turns(limit):
+            draft = self.sessions.propose(place, context, limit, beside)
+            if draft.nodes:
+                drafts[place] = draft
+        return beside()
+
+
+def _merged(drafts: Sequence[Draft], limit: Limit) -> Draft:
+    """One draft of several that have nodes, the first drafter's first."""
+    if not drafts:
+        return Draft.empty(len(limit.depth))
+    alone = next((draft for draft in drafts if draft.whole), drafts[0] if len(drafts) == 1 else None)
+    if alone is not None:
+        return alone
+    rows = [list(trees) for trees in zip(*map(on_host, drafts), strict=True)]
+    if any(draft.probs is not None for draft in drafts):
+        return beside(drafts, [next((i for i, tree in enumerate(trees) if tree), None) for trees in rows])
+    nodes: list[list[Node]] = []
+    for trees, depth in zip(rows, limit.depth, strict=True):
+        trie = Trie(trees, depth)
+        nodes.append(trie.best_chain() if limit.chain else trie.best(limit.nodes))
+    return Draft.of_nodes(nodes)
 
 
 class Trie:

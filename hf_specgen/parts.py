@@ -1,0 +1,177 @@
+"""What is known of one drafter, alone or as a part of a combination: its costs, how often it is right, what it lost.
+
+A dear drafter is not asked where it does not pay, and then nothing is learnt of it. So it gets a try now and then: a
+short draft that nobody checks, compared with the text that comes. What tries cost, and drafts that did not pay, stays
+within a small share of the time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hf_specgen.acceptance import Acceptance, Watched
+from hf_specgen.costs import LADDER, Curve, rungs
+from hf_specgen.draft import Draft
+
+# What a drafter is believed to get right until it is seen; and what it may get right at best: one that would not pay
+# even then is not tried.
+UNSEEN, HOPED = 0.6, 0.9
+# A drafter is cheap, and asked in every round, if its deepest draft costs less than this part of a round.
+CHEAP = 0.03
+# How deep to ask for a try, and while nobody knows what a draft costs.
+TRY_DEPTH = 1
+# Rounds without a dear drafter before it gets another try; doubled with each try in vain, up to the last.
+PATIENCE, MOST_PATIENCE = 4, 64
+# A dear drafter gets a try while less was lost to it than this share of so many plain passes. As time goes by the same
+# share of it is forgiven; and no more is ever held against it than twice what it may lose, so that it is not shut out.
+LOSABLE, ROUNDS = 0.0125, 64
+
+
+def hoped(depth: int) -> float:
+    """The tokens of a draft that are accepted at best."""
+    return HOPED * (1 - HOPED**depth) / (1 - HOPED)
+
+
+class Part:
+    """See above.
+
+    Args:
+        drafts: seconds of a draft, by depth.
+        frozen: they are not learnt any more.
+        batch: rows.
+
+    Attributes:
+        bushiness: nodes a level, of those of the last draft that were best to be checked.
+        depth: asked for in this round.
+        dear: it costs something.
+        tried: it is asked only to see how right it is.
+        lost_s: seconds lost to it of late.
+    """
+
+    def __init__(self, drafts: Curve, frozen: bool, batch: int) -> None:
+        self.drafts = drafts
+        self.frozen = frozen
+        self.by_depth = Acceptance()
+        self.bushiness = 1.0
+        self.depth = 0
+        self.dear = self.tried = False
+        self.lost_s = 0.0
+        self._asked = 0  # times
+        self._last_s = 0.0  # of the last draft
+        self._draft: Draft | None = None
+        self._watched: list[list[Watched]] = [[] for _ in range(batch)]
+        self._rested, self._patience = 0, PATIENCE
+
+    @property
+    def known(self) -> bool:
+        """Its costs are."""
+        return self.deepest > 0
+
+    @property
+    def deepest(self) -> int:
+        """The deepest draft whose costs are."""
+        if self.frozen:
+            return LADDER[-1]
+        return max((depth for depth, count in zip(LADDER, self.drafts.seen, strict=True) if count), default=0)
+
+    def seconds(self, depth: int) -> float:
+        """Of a draft; deeper than was ever asked for in proportion to the depth."""
+        deepest = self.deepest
+        return self.drafts(depth) if depth <= deepest or not deepest else self.drafts(deepest) * depth / deepest
+
+    def cheap_depth(self, most: int, round_s: float) -> int:
+        """How deep it drafts for next to nothing, beside a round of so many seconds: `most`, or 0 if not as deep.
+
+        What is not known to cost more deep down is asked for somewhat more each time.
+        """
+        cheap = max((depth for depth in rungs(most) if self.seconds(depth) < CHEAP * round_s), default=0)
+        return cheap if self.known and (cheap == most or cheap > self.deepest) else 0
+
+    def promised(self, most: int) -> list[float]:
+        """The tokens that may be expected of a draft, by its depth from 0 to `most`."""
+        promised, reached = [0.0], 1.0
+        for depth in range(1, most + 1):
+            reached *= self.by_depth.chance(depth, UNSEEN)
+            promised.append(promised[-1] + reached)
+        return promised
+
+    def begin(self) -> None:
+        """A round begins, in which nobody has asked it yet."""
+        self.depth, self.tried, self._draft = 0, False, None
+
+    def ask(self, depth: int, dear: bool, tried: bool = False) -> None:
+        """It is asked for a draft.
+
+        Args:
+            depth: how deep.
+            dear: see `Part`.
+            tried: see `Part`.
+        """
+        self.depth, self.dear, self.tried = depth, dear, tried
+        self._asked += 1
+        if not tried:
+            self._rested, self._patience = 0, PATIENCE
+
+    def may_be_tried(self, plain_s: float) -> bool:
+        """Whether it is time for a try, and it may cost something still.
+
+        Args:
+            plain_s: seconds of a plain pass.
+        """
+        self._rested += 1
+        if not self.known:
+            return True
+        most = LOSABLE * ROUNDS * plain_s
+        return self._rested >= self._patience and self.lost_s + min(self.seconds(TRY_DEPTH), most) <= most
+
+    def drafted(self, draft: Draft) -> None:
+        """Takes its draft, to see what comes of it."""
+        self._draft = draft
+
+    def took(self, seconds: float, round_s: float) -> float | None:
+        """Takes note of a draft's seconds; those to be learnt, if they are.
+
+        The first draft of a call reads the prompt. It tells what the later ones cost only if it cost nothing.
+        """
+        self._last_s = seconds
+        return seconds if self._asked > 1 or seconds < CHEAP * round_s else None
+
+    @property
+    def draft_s(self) -> float:
+        """Seconds of this round's draft, as far as choices may know them."""
+        reads = self._asked == 1 and not self.frozen
+        return max(self._last_s, self.drafts(self.depth)) if reads or not self.known else self.drafts(self.depth)
+
+    def lose(self, lost_s: float, round_s: float, plain_s: float) -> None:
+        """Takes note of a round.
+
+        Args:
+            lost_s: seconds lost to it; gains make up for earlier losses only.
+            round_s: seconds of the round's pass.
+            plain_s: seconds of a plain pass.
+        """
+        left = self.lost_s + lost_s - LOSABLE * round_s
+        self.lost_s = min(max(left, 0.0), 2 * LOSABLE * ROUNDS * plain_s)
+
+    def follow(self, tokens: Sequence[Sequence[int]]) -> None:
+        """Sees how right its drafts are, checked or not, as far as tokens have come."""
+        if self._draft is not None and self._draft.nodes:
+            self.by_depth.fade()
+            for row, (ids, parents) in enumerate(
+                zip(self._draft.tokens.tolist(), self._draft.parents.tolist(), strict=True)
+            ):
+                nodes = [(token, parent, 0.0) for token, parent in zip(ids, parents, strict=True)]
+                self._watched[row].append(Watched(0.0, nodes))
+        hit = False
+        for new, watching in zip(tokens, self._watched, strict=True):
+            for watched in watching.copy():
+                start = watched.kept + 1
+                for depth, right in enumerate(watched.follow(new), start):
+                    self.by_depth.saw(depth, UNSEEN, right)
+                if watched.over:
+                    watching.remove(watched)
+                hit = hit or (start == 1 and watched.kept >= start)
+        if self.tried:
+            # After one that was right the next may follow at once.
+            self._patience = PATIENCE if hit else min(2 * self._patience, MOST_PATIENCE)
+            self._rested = self._patience if hit else 0

@@ -1,0 +1,282 @@
+"""Parts of a combination under "auto": each is asked as deep as pays beside the others. Made-up costs, no model."""
+
+import random
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+import hf_specgen as sg
+from hf_specgen.assistants import parts_of
+from hf_specgen.clock import Clock
+from hf_specgen.costs import LADDER, SHAPE, Costs, Platform, _covariance
+from hf_specgen.draft import Context, Draft, Limit, Needs, Request, named
+from hf_specgen.length import AutoController, Situation, within
+from hf_specgen.loop import Turns
+from hf_specgen.ranks import Ranks
+from hf_specgen.stats import Step
+
+TEXT = list(range(1000, 3000))  # what will come; no two tokens of it are alike
+START = 8  # tokens of it that are there at first
+# Plain decoding is 1; with anything drafted, as on a CPU.
+PASS = {width: 1.7 + 0.03 * width if width else 1.0 for width in range(65)}
+Chance = Callable[[int], float]
+
+
+@dataclass(frozen=True)
+class Knows:
+    """Drafts chains of which each token is right by a chance that depends on the place; says nothing where that is 0.
+
+    Attributes:
+        number: tells it from others.
+        step_s: what a drafted token costs.
+        right: its chance, by place.
+        says: its confidence, by place; None for its chance, which is honest.
+    """
+
+    number: int
+    step_s: float
+    right: Chance
+    says: Chance | None = None
+    silent: bool = True
+    num_assistant_tokens: int | None = None
+    needs = Needs()
+
+    def start(self, target: object, request: Request) -> "Knows":
+        return self
+
+    def propose(self, context: Context, limit: Limit) -> Draft:
+        (ids,), (depth,) = context.ids, limit.depth
+        nodes = []
+        for place in range(len(ids), len(ids) + depth):
+            chance = self.right(place)
+            if not chance and self.silent:
+                break
+            right = random.Random(f"{self.number} {len(ids)} {place}").random() < chance
+            nodes.append((TEXT[place] if right else 1 + self.number, len(nodes), (self.says or self.right)(place)))
+        return Draft.of_nodes([nodes])
+
+
+class Told(Turns):
+    """A clock by which every part takes what it says it takes, and two steps more for the first draft, which reads."""
+
+    def __init__(self, controller: AutoController, costs: dict[str, float]) -> None:
+        super().__init__(controller, Ranks(), Clock(torch.device("cpu")))
+        self.costs, self.asked = costs, dict.fromkeys(costs, 0)
+        self.spent: dict[str, float] = {}
+
+    def limit(self, part: str, limit: Limit, beside: Draft) -> Limit:
+        told = super().limit(part, limit, beside)
+        if any(told.depth):
+            self.ask(part, max(told.depth))
+        return told
+
+    def ask(self, part: str, depth: int) -> None:
+        self.asked[part] += 1
+        self.spent[part] = self.costs[part] * (depth + 2 * (self.asked[part] == 1))
+
+    def seconds(self) -> dict[str, float]:
+        super().seconds()
+        spent, self.spent = self.spent, {}
+        return spent
+
+
+@dataclass
+class Run:
+    """What came of a text: of each round the width and the tokens, and the seconds of all."""
+
+    rounds: list[tuple[int, int]]
+    seconds: float
+    asked: dict[str, int]
+
+    @property
+    def rate(self) -> float:
+        return sum(gained for _, gained in self.rounds) / self.seconds
+
+
+def leaves(drafter: object) -> list[Knows]:
+    return [drafter] if isinstance(drafter, Knows) else [one for part in drafter.drafters for one in leaves(part)]
+
+
+def costs_of(*drafters: object, frozen: bool = True) -> Costs:
+    """What everything costs, known beforehand."""
+    costs = Costs()
+    curve = costs.passes(1, Platform())
+    curve.covariance = _covariance(SHAPE, SHAPE / 2)  # as that of loaded costs
+    curve.mean[:] = [float(torch.tensor(PASS[width]).log()) for width in LADDER]
+    curve.seen[:] = [1] * len(LADDER)
+    for leaf in {leaf for drafter in drafters for leaf in leaves(drafter)}:
+        drafts = costs.drafts(named(leaf), 1, Platform())
+        drafts.mean[:] = [float(torch.tensor(leaf.step_s * max(depth, 1)).log()) for depth in LADDER]
+        drafts.seen[:] = [1] * len(LADDER)
+    costs.frozen = frozen
+    return costs
+
+
+def decode(drafter: object, tokens: int, costs: Costs | None = None, start: int = START) -> Run:
+    """Decodes so many tokens as the loop does, at the costs of `PASS` and of the parts."""
+    costs = costs_of(drafter) if costs is None else costs
+    names = {named(leaf): leaf.step_s for leaf in leaves(drafter)}
+    controller = sg.Auto(costs=costs).start(Situation(1, named(drafter), parts=parts_of(drafter)))
+    turns = Told(controller, names)
+    session = drafter.start(None, Request(batch=1))
+    ids, end = TEXT[:start], start + tokens
+    controller.update(Step([ids[-1:]], [0], [0]))
+    rounds, seconds = [], 0.0
+    while len(ids) < end:
+        depth = within(controller.depth(), [end - len(ids)])
+        limit = Limit(depth, max(controller.nodes(), *depth), chain=True, shares=turns if controller.apart else None)
+        proposed = session.propose(Context([ids], [len(ids)]), limit) if any(depth) else Draft.empty(1)
+        checked = controller.choose(proposed)
+        if any(depth) and not controller.apart:
+            turns.ask(named(drafter), depth[0])
+        part_s = turns.seconds()
+        draft_s = sum(part_s.values())
+        right = 0
+        while right < checked.nodes and checked.tokens[0, right] == TEXT[len(ids) + right]:
+            right += 1
+        gained = TEXT[len(ids) : len(ids) + right + 1]
+        took = PASS[checked.nodes] + draft_s
+        ids += gained
+        controller.update(Step([gained], [checked.nodes], [right], checked.nodes, draft_s, 0.0, took, part_s))
+        rounds.append((checked.nodes, len(gained)))
+        seconds += took
+    return Run(rounds, seconds, turns.asked)
+
+
+def copies(place: int) -> float:
+    """A text that is free for 40 tokens, copies 20, and so on."""
+    return 0.95 if place % 60 >= 40 else 0.0
+
+
+COPY = Knows(1, 0.0005, copies)
+BOTH = [sg.Merge, sg.FirstOf]
+KNOWN: dict[str, Callable[..., Costs]] = {
+    "all costs known": costs_of,
+    "those of passes": lambda *drafters: costs_of(frozen=False),
+    "none": lambda *drafters: Costs(),
+}
+PLACES = [START + 10 * place for place in range(6)]  # free text first, copies first, and between
+
+
+def sure(chance: float) -> Chance:
+    return lambda place: chance
+
+
+# Prices of a step from a head on an accelerator to a model on a CPU.
+PRICES = [0.05, 0.15, 0.3]
+
+
+# ------------------------------------------------------------------------------------------------ a useless dear part
+
+
+@pytest.mark.parametrize("says", [0.1, 0.7], ids=["modest", "sure of itself"])
+@pytest.mark.parametrize("price", PRICES)
+@pytest.mark.parametrize("known", KNOWN)
+def test_a_useless_dear_drafter_costs_three_percent_of_64_tokens_at_most(known, price, says):
+    useless = Knows(2, price, sure(0.02), sure(says))
+    spent = [64 / decode(useless, 64, KNOWN[known](useless), start).seconds for start in PLACES]
+    assert statistics.mean(spent) >= 0.97
+    assert min(spent) >= 0.95
+
+
+@pytest.mark.parametrize("price", PRICES)
+@pytest.mark.parametrize("kind", BOTH)
+def test_beside_a_useful_cheap_part_a_useless_dear_one_costs_three_percent_at_most(kind, price):
+    useless = Knows(2, price, sure(0.02), sure(0.5))
+    alone = [decode(COPY, 96, costs_of(COPY), start) for start in PLACES]
+    both = [decode(kind(COPY, useless), 96, costs_of(COPY, useless), start) for start in PLACES]
+    rates = [two.rate / one.rate for one, two in zip(alone, both, strict=True)]
+    assert statistics.mean(rates) >= 0.97
+    assert statistics.mean(one.rate for one in alone) > 1.2
+    assert all(two.asked[named(useless)] for two in both), "it had its tries"
+
+
+@pytest.mark.parametrize("kind", BOTH)
+def test_where_a_dear_part_only_gets_tries_all_rounds_are_those_of_the_cheap_one_alone(kind):
+    useless = Knows(2, 0.3, sure(0.02), sure(0.7))
+    for start in PLACES:
+        both = decode(kind(COPY, useless), 96, costs_of(COPY, useless), start)
+        assert both.rounds == decode(COPY, 96, costs_of(COPY), start).rounds
+        assert both.asked[named(useless)] > 1
+
+
+def test_the_order_of_a_merge_is_no_matter():
+    useless = Knows(2, 0.3, sure(0.02), sure(0.7))
+    for start in PLACES[:3]:
+        costs = costs_of(COPY, useless)
+        first, last = (decode(sg.Merge(*two), 96, costs, start) for two in ((useless, COPY), (COPY, useless)))
+        assert first == last
+
+
+@pytest.mark.parametrize("kind", BOTH)
+def test_nested_parts_are_asked_about_as_well(kind):
+    useless = Knows(2, 0.3, sure(0.02), sure(0.7))
+    empty = Knows(3, 0.0005, sure(0.0))
+    nested = kind(COPY, sg.Merge(empty, useless))
+    assert parts_of(nested) == (named(COPY), named(empty), named(useless))
+    both = decode(nested, 96, costs_of(nested))
+    assert both.rounds == decode(COPY, 96, costs_of(COPY)).rounds
+    assert 1 < both.asked[named(useless)] < 8 < both.asked[named(COPY)]
+
+
+# -------------------------------------------------------------------------------------------------- a useful dear part
+
+
+@pytest.mark.parametrize("known", KNOWN)
+@pytest.mark.parametrize("kind", [None, *BOTH])
+def test_a_useful_dear_part_is_used(kind, known):
+    useful = Knows(3, 0.05, sure(0.9))
+    drafter = useful if kind is None else kind(Knows(1, 0.0005, sure(0.0)), useful)
+    rates = [decode(drafter, 128, KNOWN[known](drafter), start).rate for start in PLACES]
+    assert statistics.mean(rates) >= 1.5
+
+
+@pytest.mark.parametrize("right", [0.6, 0.75, 0.9])
+@pytest.mark.parametrize("kind", BOTH)
+def test_of_two_useful_parts_the_better_one_is_no_faster(kind, right):
+    dear = Knows(3, 0.05, sure(right))
+    rates = []
+    for drafter in COPY, dear, kind(COPY, dear):
+        runs = [decode(drafter, 256, costs_of(drafter), start) for start in PLACES[::2]]
+        rates.append(statistics.mean(run.rate for run in runs))
+    assert rates[2] >= 0.97 * max(rates[:2])
+
+
+def test_a_dear_part_is_not_asked_while_a_copy_is_sure():
+    cheap, dear = Knows(1, 0.0005, lambda place: 0.98 if place >= START + 100 else 0.0), Knows(3, 0.1, sure(0.9))
+    before = decode(sg.Merge(cheap, dear), 100, costs_of(cheap, dear)).asked
+    after = decode(sg.Merge(cheap, dear), 400, costs_of(cheap, dear)).asked
+    assert before[named(dear)] >= 0.8 * before[named(cheap)]
+    assert after[named(dear)] - before[named(dear)] <= 0.2 * (after[named(cheap)] - before[named(cheap)])
+
+
+# --------------------------------------------------------------------------------------------------------- it changes
+
+
+@pytest.mark.parametrize("kind", BOTH)
+def test_a_turn_from_prose_to_copying_is_noticed_at_once(kind):
+    turn = START + 200
+    cheap = Knows(1, 0.0005, lambda place: 0.97 if place >= turn else 0.0)
+    useless = Knows(2, 0.3, sure(0.02), sure(0.5))
+    both = decode(kind(cheap, useless), 300, costs_of(cheap, useless))
+    alone = decode(cheap, 300, costs_of(cheap))
+    assert both.rounds == alone.rounds
+    assert len(both.rounds) < 230
+
+
+def test_a_dear_part_that_becomes_useful_is_found():
+    turn = START + 150
+    dear = Knows(3, 0.05, lambda place: 0.9 if place >= turn else 0.02, sure(0.6))
+    run = decode(sg.Merge(COPY, dear), 600, costs_of(COPY, dear))
+    alone = decode(COPY, 600, costs_of(COPY))
+    assert run.rate >= 1.2 * alone.rate
+
+
+def test_with_frozen_costs_the_clock_changes_nothing(monkeypatch):
+    dear = Knows(3, 0.05, sure(0.8))
+    once = decode(sg.Merge(COPY, dear), 128, costs_of(COPY, dear))
+    monkeypatch.setattr(Told, "seconds", lambda self: {named(COPY): 7.0, named(dear): random.random()})
+    assert decode(sg.Merge(COPY, dear), 128, costs_of(COPY, dear)).rounds == once.rounds
