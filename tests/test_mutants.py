@@ -208,6 +208,17 @@ def a_node_sees_the_root_and_itself_only(patch: pytest.MonkeyPatch) -> None:
     _misread(patch, Target, "verify", blind)
 
 
+def a_node_of_a_chain_sees_those_behind_it(patch: pytest.MonkeyPatch) -> None:
+    mask = SlotCache.mask
+
+    def blind(cache: SlotCache, draft: Draft, dtype: torch.dtype) -> Any:
+        made = mask(cache, draft, dtype)
+        level = len(set(cache.lengths)) == 1
+        return torch.zeros_like(made) if draft.is_chain and level and isinstance(made, torch.Tensor) else made
+
+    patch.setattr(SlotCache, "mask", blind)
+
+
 def a_node_sees_every_node_before_it(patch: pytest.MonkeyPatch) -> None:
     _misread(patch, Target, "verify", lambda tree: Tree(tree.depth, torch.ones_like(tree.ancestors).tril()))
 
@@ -269,7 +280,8 @@ MUTANTS: dict[Callable[[pytest.MonkeyPatch], None], str] = {
     the_last_node_of_the_path_is_dropped: "greedy, chain, 1 rows",
     one_slot_too_many_is_kept: "greedy, chain, 3 rows",
     rejected_tokens_stay_in_a_cache_that_is_cropped: "cropped, 1 rows",
-    a_node_sees_the_root_and_itself_only: "greedy, chain, 1 rows",
+    a_node_sees_the_root_and_itself_only: "greedy, chain, 3 rows",
+    a_node_of_a_chain_sees_those_behind_it: "greedy, chain, 1 rows",
     a_node_sees_every_node_before_it: "greedy, tree, 1 rows",
     positions_are_node_indices: "greedy, tree, 3 rows",
     noise_is_keyed_by_node_indices: "sampled, tree, 1 rows",
