@@ -633,3 +633,9 @@ def test_a_quantized_teacher_teaches_as_it_is(world: Path, tmp_path: Path) -> No
     assert found[-1] < 0.7 * found[0]
     assert all(torch.equal(weight, held[name]) for name, weight in quantized.named_parameters())
     assert torch.equal(quantized(ids).logits, said)
+
+
+def test_rotary_frequencies_of_a_sibling_in_half_precision_are_those_of_a_loaded_model() -> None:
+    target = tiny.llama().bfloat16()
+    exact = tiny.llama().float().model.rotary_emb.inv_freq
+    assert torch.equal(keep_layers(target, [0]).model.rotary_emb.inv_freq, exact)

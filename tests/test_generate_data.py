@@ -321,3 +321,8 @@ def test_what_cannot_be_done_is_refused(tmp_path: Path) -> None:
         generate_data.main(arguments(model, out, hidden_layers=["1"]))
     with pytest.raises(ValueError, match="another target"):
         generate_data.main(arguments(talking.saved(tmp_path / "other", seed=1), out))
+
+
+def test_made_up_prompts_without_a_budget_are_refused(model: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="pass --minutes or --tokens"):
+        generate_data.main(arguments(model, tmp_path / "data"))

@@ -109,12 +109,14 @@ def main(arguments: Arguments, training_arguments: TrainingArguments) -> None:
         cast(Any, module.drafter).save_pretrained(out / ADAPTER, state_dict=state)
         drafter = merged(before, out / ADAPTER)
     else:
+        drafter = AutoModelForCausalLM.from_pretrained(before, dtype=torch.float32)
         drafter.load_state_dict(state)
     save(cast(Any, drafter).to(dtype=runs.saved_as(arguments, target)), tokenizer, out)
     provenance.write(out, target, arguments, training_arguments, {"steps": trainer.state.global_step})
     card.write(out)
     if arguments.report:
-        report.in_fresh_process(arguments.target, out, out, before=str(before), data=arguments.data)
+        loaded = {"revision": arguments.revision, "dtype": arguments.dtype, "data": arguments.data}
+        report.in_fresh_process(arguments.target, out, out, before=str(before), **loaded)
 
 
 # ------------------------------------------------------------------------------------------------- what is trained

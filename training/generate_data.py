@@ -83,6 +83,8 @@ Decode = Callable[[Sequence[Sequence[int]], int, Draw], list[Text]]
 
 def main(arguments: Arguments) -> None:
     """Writes parts until the time, the tokens or the prompts are used up."""
+    if arguments.prompts is None and arguments.minutes is None and arguments.tokens is None:
+        raise ValueError("a model that makes up its own prompts never comes to an end: pass --minutes or --tokens")
     started = time.monotonic()
     datasets.disable_progress_bars()
     turns = Turns(AutoTokenizer.from_pretrained(arguments.target, revision=arguments.revision))

@@ -27,6 +27,7 @@ from transformers import (
     TrainerControl,
     TrainerState,
     TrainingArguments,
+    set_seed,
 )
 
 from hf_specgen.files import write_whole
@@ -101,6 +102,8 @@ def parse(arguments: type[A], line: Sequence[str] | None = None, **defaults: Any
         own, training = parser.parse_args_into_dataclasses(line)
     except ValueError as error:
         parser.error(str(error))
+    # What is trained begins with numbers of this seed, the same on every rank.
+    set_seed(training.seed)
     return own, training
 
 
@@ -187,7 +190,7 @@ class DrafterTrainer(Trainer):
         Raises:
             RuntimeError: a tensor is empty or holds NaN or infinity.
         """
-        state = self.accelerator.get_state_dict(self.model_wrapped if self._sharded else self.model)
+        state = self.accelerator.get_state_dict(self.model_wrapped if self.sharded else self.model)
         if not self.args.should_save:
             return None
         return _sound(
@@ -195,7 +198,8 @@ class DrafterTrainer(Trainer):
         )
 
     @property
-    def _sharded(self) -> bool:
+    def sharded(self) -> bool:
+        """Weights lie in pieces on several ranks, so that a pass of one rank alone would wait for ever."""
         return bool(self.is_fsdp_enabled or self.is_deepspeed_enabled)
 
     def compute_loss(
@@ -247,7 +251,7 @@ class DrafterTrainer(Trainer):
         Raises:
             ValueError: other tensors were trained than are now.
         """
-        if self._sharded:
+        if self.sharded:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
             return
         parameters = trained(self.model if model is None else model)
@@ -277,9 +281,16 @@ class StopAfter(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> TrainerControl:
         """Asks for the last checkpoint."""
-        if time.monotonic() >= self.end and state.global_step % max(1, int(args.logging_steps)) == 0:
+        if state.global_step % max(1, int(args.logging_steps)) == 0 and self._late(args.device):
             control.should_save = control.should_training_stop = True
         return control
+
+    def _late(self, device: torch.device) -> bool:
+        """Whether the time is up for any rank: all stop at the same step, whatever their clocks say."""
+        late = torch.tensor(int(time.monotonic() >= self.end), device=device)
+        if torch.distributed.is_initialized():
+            torch.distributed.all_reduce(late, torch.distributed.ReduceOp.MAX)
+        return bool(late)
 
 
 def trained(module: nn.Module) -> dict[str, nn.Parameter]:

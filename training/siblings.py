@@ -56,7 +56,10 @@ def keep_layers(model: PreTrainedModel, kept: Sequence[int]) -> PreTrainedModel:
     if getattr(model.config, "quantization_config", None) is not None:
         raise ValueError(f"{kind} is quantized: keep layers of its unquantized checkpoint, or give a drafter")
     sibling: Any = type(model)(_with(model.config, kept))
-    sibling.to(device=model.device, dtype=model.dtype)
+    for parameter in sibling.parameters():
+        # Not `to`: rotary frequencies stay in single precision, as in a model that is loaded.
+        parameter.data = parameter.data.to(model.dtype)
+    sibling.to(device=model.device)
     prefix = ".".join(filter(None, (decoder.path, decoder.name)))
     place = {old: new for new, old in enumerate(kept)}
     state = {}

@@ -105,7 +105,8 @@ def main(arguments: Arguments, training_arguments: TrainingArguments) -> None:
     provenance.write(out, target, arguments, training_arguments, {"steps": trainer.state.global_step})
     card.write(out)
     if arguments.report:
-        report.in_fresh_process(arguments.target, out, out, before=arguments.head or report.FRESH, data=arguments.data)
+        loaded = {"revision": arguments.revision, "dtype": arguments.dtype, "data": arguments.data}
+        report.in_fresh_process(arguments.target, out, out, before=arguments.head or report.FRESH, **loaded)
 
 
 # ------------------------------------------------------------------------------------------------- what is trained

@@ -108,6 +108,8 @@ def main(arguments: Arguments, training_arguments: TrainingArguments) -> None:
     if adapter is not None:
         module.target.save_pretrained(out / ADAPTER, state_dict=adapter)  # type: ignore[operator]
         target, saved_for = merge(arguments, out), str(out / MERGED)
+    elif trainer.sharded:
+        target = load_target(arguments)
     heads.config.target = TargetRecord.of(target).to_dict()
     heads.to(device=target.device)  # type: ignore[call-arg]
     heads.config.accuracies = accuracies_of(target, heads, arguments)
@@ -115,7 +117,9 @@ def main(arguments: Arguments, training_arguments: TrainingArguments) -> None:
     provenance.write(out, target, arguments, training_arguments, {"steps": trainer.state.global_step})
     card.write(out)
     if arguments.report:
-        report.in_fresh_process(saved_for, out, out, before=arguments.heads or report.FRESH, data=arguments.data)
+        revision = arguments.revision if saved_for == arguments.target else None
+        loaded = {"revision": revision, "dtype": arguments.dtype, "data": arguments.data}
+        report.in_fresh_process(saved_for, out, out, before=arguments.heads or report.FRESH, **loaded)
 
 
 # ------------------------------------------------------------------------------------------------- what is trained
