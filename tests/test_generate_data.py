@@ -308,19 +308,19 @@ def test_no_part_is_begun_that_would_end_too_late(tmp_path: Path, monkeypatch: p
 def test_what_cannot_be_done_is_refused(tmp_path: Path) -> None:
     model, out = talking.saved(tmp_path / "target"), tmp_path / "data"
     with pytest.raises(ValueError, match=r"--hidden_layers 7: the target has 0 .* to 2"):
-        generate_data.main(arguments(model, out, hidden_layers=["7"]))
+        generate_data.main(arguments(model, out, hidden_layers=["7"], tokens=1))
     with pytest.raises(ValueError, match="no chat template"):
-        generate_data.main(arguments(talking.saved(tmp_path / "mute", template=None), out))
+        generate_data.main(arguments(talking.saved(tmp_path / "mute", template=None), out, tokens=1))
     with pytest.raises(ValueError, match="none of 1 prompts"):
-        generate_data.main(arguments(model, out, rows=1, max_prompt_tokens=1))
+        generate_data.main(arguments(model, out, rows=1, max_prompt_tokens=1, tokens=1))
     shutil.rmtree(out)
     generate_data.main(arguments(model, out, tokens=1))
     with pytest.raises(ValueError, match="was begun with --max_new_tokens 12, not 13"):
-        generate_data.main(arguments(model, out, max_new_tokens=13))
+        generate_data.main(arguments(model, out, max_new_tokens=13, tokens=1))
     with pytest.raises(ValueError, match=r"--hidden_layers \[0, -1\], not \[1\]"):
-        generate_data.main(arguments(model, out, hidden_layers=["1"]))
+        generate_data.main(arguments(model, out, hidden_layers=["1"], tokens=1))
     with pytest.raises(ValueError, match="another target"):
-        generate_data.main(arguments(talking.saved(tmp_path / "other", seed=1), out))
+        generate_data.main(arguments(talking.saved(tmp_path / "other", seed=1), out, tokens=1))
 
 
 def test_made_up_prompts_without_a_budget_are_refused(model: str, tmp_path: Path) -> None:
