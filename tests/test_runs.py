@@ -7,11 +7,21 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from runs import COMPLETE, TRAINED, CommonArguments, DrafterTrainer, DrafterTraining, DrafterTrainingArguments, parse
+from runs import (
+    COMPLETE,
+    TRAINED,
+    CommonArguments,
+    DrafterTrainer,
+    DrafterTraining,
+    DrafterTrainingArguments,
+    begin,
+    parse,
+)
 from safetensors.torch import load_file
 from torch import nn
 
@@ -115,6 +125,18 @@ def test_a_folder_in_use_is_not_written_over(tmp_path):
     trainer(tmp_path, max_steps=4).train_or_resume()
     with pytest.raises(SystemExit, match="pass --resume"):
         trainer(tmp_path).train_or_resume()
+
+
+def test_what_began_with_other_arguments_is_not_resumed(tmp_path):
+    run = trainer(tmp_path, max_steps=4)
+    assert begin(run.arguments, run.args) == tmp_path
+    run.train_or_resume()
+    with pytest.raises(SystemExit, match="pass --resume"):
+        begin(run.arguments, run.args)
+    again = replace(run.arguments, resume=True, minutes=3.0)
+    assert begin(again, run.args) == tmp_path
+    with pytest.raises(SystemExit, match="begun with --target t, not u"):
+        begin(replace(again, target="u"), run.args)
 
 
 def test_what_trained_other_tensors_is_not_resumed(tmp_path):

@@ -77,7 +77,7 @@ class Arguments(runs.CommonArguments):
 
 def main(arguments: Arguments, training_arguments: TrainingArguments) -> None:
     """Loads, trains, saves, measures."""
-    out = Path(str(training_arguments.output_dir))
+    out = runs.begin(arguments, training_arguments)
     tokenizer = load_tokenizer(arguments.target, arguments.revision)
     target = load_target(arguments)
     drafter, before = load_drafter(arguments, target, tokenizer, out)

@@ -12,7 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -34,7 +34,9 @@ from hf_specgen.files import write_whole
 
 logger = logging.getLogger(__name__)
 
-TRAINED, COMPLETE = "trained.safetensors", "complete.json"
+TRAINED, COMPLETE, BEGUN = "trained.safetensors", "complete.json", "begun.json"
+# Arguments that are none of the training's: how long, and what is done at the end.
+MAY_CHANGE = ("resume", "minutes", "report", "save_dtype")
 SAVED = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -105,6 +107,28 @@ def parse(arguments: type[A], line: Sequence[str] | None = None, **defaults: Any
     # What is trained begins with numbers of this seed, the same on every rank.
     set_seed(training.seed)
     return own, training
+
+
+def begin(arguments: CommonArguments, training: TrainingArguments) -> Path:
+    """The folder to write to; called before anything is written.
+
+    Raises:
+        SystemExit: it holds another training's checkpoints, or one's that began with other arguments.
+    """
+    folder = Path(str(training.output_dir))
+    asked = {name: value for name, value in asdict(arguments).items() if name not in MAY_CHANGE}
+    if last_complete(folder) is None:
+        if is_main():
+            folder.mkdir(parents=True, exist_ok=True)
+            write_whole(folder / BEGUN, json.dumps(asked, indent=2) + "\n")
+        return folder
+    if not arguments.resume:
+        raise SystemExit(f"{folder} holds checkpoints of a training: pass --resume, or another --output_dir")
+    begun = json.loads((folder / BEGUN).read_text(encoding="utf-8")) if (folder / BEGUN).is_file() else asked
+    for name, value in json.loads(json.dumps(asked)).items():
+        if begun.get(name) != value:
+            raise SystemExit(f"{folder} was begun with --{name} {begun.get(name)}, not {value}: resume with the same")
+    return folder
 
 
 class DrafterTraining(nn.Module):

@@ -82,7 +82,7 @@ class Arguments(runs.CommonArguments):
 
 def main(arguments: Arguments, training_arguments: TrainingArguments) -> None:
     """Loads, trains, saves, measures."""
-    out = Path(str(training_arguments.output_dir))
+    out = runs.begin(arguments, training_arguments)
     target = load_target(arguments)
     rows = load_rows(arguments)
     data.refuse_unlabelled(rows, arguments.data, arguments.max_length)

@@ -82,7 +82,7 @@ class Arguments(runs.CommonArguments):
 
 def main(arguments: Arguments, training_arguments: TrainingArguments) -> None:
     """Loads, trains, saves, measures."""
-    out = Path(str(training_arguments.output_dir))
+    out = runs.begin(arguments, training_arguments)
     set_seed(training_arguments.seed)  # adapters begin with noise
     target = load_target(arguments)
     heads = load_heads(arguments, target)
