@@ -180,3 +180,21 @@ class Misquoting:
 
         session.propose = misquoted
         return session
+
+
+# For tests of trainings: ids of a batch, and rows of (length, first label, behind the last label).
+VOCAB = 20
+BATCH = ((14, 5, 14), (9, 3, 7), (11, 1, 3))
+
+
+def batch_of(*rows: tuple[int, int, int], seed: int = 0) -> dict[str, Tensor]:
+    """Rows of (length, first label, behind the last label), padded on the right."""
+    generator = torch.Generator().manual_seed(seed)
+    longest = max(length for length, _, _ in rows)
+    ids = torch.zeros(len(rows), longest, dtype=torch.long)
+    mask, labels = torch.zeros_like(ids), torch.full_like(ids, -100)
+    for row, (length, start, end) in enumerate(rows):
+        ids[row, :length] = torch.randint(1, VOCAB, (length,), generator=generator)
+        mask[row, :length] = 1
+        labels[row, start:end] = ids[row, start:end]
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels}

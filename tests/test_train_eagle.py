@@ -17,7 +17,7 @@ import train_eagle
 from eagle_beginning import begin_as_layer
 from eagle_training import EagleTraining, Recipe
 from eagle_unroll import unroll
-from heads import babble, speaker
+from heads import BATCH, VOCAB, babble, batch_of, speaker
 from losses import IGNORED
 from torch import Tensor, nn
 from torch.nn.functional import smooth_l1_loss
@@ -27,7 +27,6 @@ from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 import hf_specgen as sg
 from hf_specgen.heads.eagle import EagleConfig, EagleHead
 
-VOCAB = 20
 # The ids that a head with a draft vocabulary can say.
 SAID = [token for token in range(VOCAB) if token % 5]
 LAYERS = (0, 1, -1)
@@ -47,22 +46,6 @@ def fresh(target: Any, noise: float = 0.1, method: str = "eagle3", **changed: An
         for parameter in head.parameters():
             parameter.add_(noise * torch.randn_like(parameter))
     return head
-
-
-def batch_of(*rows: tuple[int, int, int], seed: int = 0) -> dict[str, Tensor]:
-    """Rows of (length, first label, behind the last label), padded on the right."""
-    generator = torch.Generator().manual_seed(seed)
-    longest = max(length for length, _, _ in rows)
-    ids = torch.zeros(len(rows), longest, dtype=torch.long)
-    mask, labels = torch.zeros_like(ids), torch.full_like(ids, IGNORED)
-    for row, (length, start, end) in enumerate(rows):
-        ids[row, :length] = torch.randint(1, VOCAB, (length,), generator=generator)
-        mask[row, :length] = 1
-        labels[row, start:end] = ids[row, start:end]
-    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
-
-
-BATCH = ((14, 5, 14), (9, 3, 7), (11, 1, 3))
 
 
 def said_of(target: Any, batch: dict[str, Tensor]) -> Any:

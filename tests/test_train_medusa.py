@@ -19,7 +19,7 @@ import tiny
 import tokenizers
 import torch
 import train_medusa
-from heads import babble, speaker
+from heads import BATCH, VOCAB, babble, batch_of, speaker
 from losses import IGNORED
 from medusa_training import MedusaTraining, Recipe
 from torch import Tensor
@@ -29,7 +29,6 @@ import hf_specgen as sg
 from hf_specgen.heads.medusa import MedusaHeads
 from hf_specgen.heads.recorded import fingerprint
 
-VOCAB = 20
 # PEFT asks transformers for it by its old name.
 OLD_NAME = "ignore:`is_gradient_checkpointing`:FutureWarning"
 pytestmark = pytest.mark.filterwarnings(OLD_NAME)
@@ -48,22 +47,6 @@ def fresh(target: Any, num_heads: int = 3, noise: float = 0.1, **changed: Any) -
         for parameter in heads.parameters():
             parameter.add_(noise * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype))
     return heads
-
-
-def batch_of(*rows: tuple[int, int, int], seed: int = 0) -> dict[str, Tensor]:
-    """Rows of (length, first label, behind the last label), padded on the right."""
-    generator = torch.Generator().manual_seed(seed)
-    longest = max(length for length, _, _ in rows)
-    ids = torch.zeros(len(rows), longest, dtype=torch.long)
-    mask, labels = torch.zeros_like(ids), torch.full_like(ids, IGNORED)
-    for row, (length, start, end) in enumerate(rows):
-        ids[row, :length] = torch.randint(1, VOCAB, (length,), generator=generator)
-        mask[row, :length] = 1
-        labels[row, start:end] = ids[row, start:end]
-    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
-
-
-BATCH = ((14, 5, 14), (9, 3, 7), (11, 1, 3))
 
 
 K = 6

@@ -27,7 +27,7 @@ from distill_training import DistillTraining, Recipe, refuse_unknown_head
 from on_policy import DistillTrainer, OnPolicy
 from siblings import keep_layers, spread
 from some_ids import frequent
-from targets import load_target
+from targets import load_target, with_lora
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
@@ -115,8 +115,7 @@ def main(arguments: Arguments, training_arguments: TrainingArguments) -> None:
     provenance.write(out, target, arguments, training_arguments, {"steps": trainer.state.global_step})
     card.write(out)
     if arguments.report:
-        loaded = {"revision": arguments.revision, "dtype": arguments.dtype, "data": arguments.data}
-        report.in_fresh_process(arguments.target, out, out, before=str(before), **loaded)
+        report.of_training(arguments, arguments.target, out, str(before))
 
 
 # ------------------------------------------------------------------------------------------------- what is trained
@@ -156,16 +155,7 @@ def load_drafter(
 def learning(arguments: Arguments, drafter: PreTrainedModel) -> nn.Module:
     """The sibling with what is to learn of it."""
     if arguments.lora_rank:
-        import peft
-
-        config = peft.LoraConfig(
-            r=arguments.lora_rank,
-            lora_alpha=arguments.lora_alpha,
-            lora_dropout=arguments.lora_dropout,
-            target_modules="all-linear",
-            task_type="CAUSAL_LM",
-        )
-        return cast(nn.Module, peft.get_peft_model(drafter, config))
+        return with_lora(drafter, arguments.lora_rank, arguments.lora_alpha, arguments.lora_dropout)
     drafter.requires_grad_(True)
     for what in ("embeddings", "LM head"):
         lent(drafter, what).requires_grad_(arguments.train_embeddings)

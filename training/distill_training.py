@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -205,12 +204,9 @@ class DistillTraining(DrafterTraining):
         if self.some is None or ids is None:
             return target_logits(head(states)[:, : self.size], config)
         bias: Tensor | None = getattr(head, "bias", None)
-        logits = target_logits(linear(states, weight[ids], None if bias is None else bias[ids]), config)
-        if (others := self.some.others) == 0:
-            return logits
-        # Each that was drawn stands for so many of its kind.
-        share = math.log(len(self.some.outside) / others)
-        return torch.cat([logits[:, :-others], logits[:, -others:] + share], dim=-1)
+        return self.some.weighed(
+            target_logits(linear(states, weight[ids], None if bias is None else bias[ids]), config)
+        )
 
 
 def _last_states(model: PreTrainedModel, ids: Tensor) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ import torch
 from eagle_unroll import Step, unroll
 from losses import IGNORED, LOWEST, cross_entropy, divergence, mean
 from runs import DrafterTraining
+from targets import hidden_states
 from torch import Tensor, nn
 from torch.nn.functional import smooth_l1_loss
 from torch.utils.checkpoint import checkpoint
@@ -208,12 +208,8 @@ class EagleTraining(DrafterTraining):
             found = {layer: held[..., place * size :][..., :size] for layer, place in self.stored.items()}
         if self.needs("top_ids" in stored) <= found.keys():
             return found
-        model = generative(self.target)
-        kwargs: dict[str, Any] = {"attention_mask": attention_mask, "output_hidden_states": True, "use_cache": False}
-        if "logits_to_keep" in inspect.signature(model.forward).parameters:
-            kwargs["logits_to_keep"] = 1
         with torch.no_grad():
-            return dict(enumerate(self.target(input_ids, **kwargs).hidden_states))
+            return dict(enumerate(hidden_states(self.target, input_ids, attention_mask)))
 
     def needs(self, top_ids: bool = False) -> set[int]:
         """The layers of the target, counted from 0, without which it must be run.

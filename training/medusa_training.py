@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ import torch
 from losses import IGNORED, Teacher, TopK, cross_entropy, divergence
 from runs import DrafterTraining
 from some_ids import SomeIds
+from targets import hidden_states
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -206,11 +206,8 @@ class MedusaTraining(DrafterTraining):
         """The target's last states `(batch, tokens, hidden)`; stored ones are those of a target that stays as it is."""
         if stored is not None and not self.learns:
             return stored[..., self.stored_from : self.stored_from + self.heads.config.hidden_size]
-        kwargs: dict[str, Any] = {"attention_mask": attention_mask, "output_hidden_states": True, "use_cache": False}
-        if "logits_to_keep" in inspect.signature(generative(self.target).forward).parameters:
-            kwargs["logits_to_keep"] = 1
         with torch.set_grad_enabled(self.learns and torch.is_grad_enabled()):
-            return cast(Tensor, self.target(input_ids, **kwargs).hidden_states[-1])
+            return hidden_states(self.target, input_ids, attention_mask)[-1]
 
     def _said(self, states: Tensor, places: Places) -> Tensor:
         """`(places, vocab)`: the target's logits of the token at each place."""

@@ -42,6 +42,7 @@ from measuring import (
 from measuring import FRESH as FRESH  # for the trainings
 from positions import Counts, interval, pooled, quartiles
 from rich.progress import Progress
+from runs import CommonArguments
 from showing import as_text, draw
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
@@ -90,6 +91,19 @@ def in_fresh_process(target: str, drafter: str | Path, out: str | Path, **flags:
     sys.stderr.write(run.stderr)
     made: dict[str, Any] = json.loads((Path(out) / card.REPORT).read_text(encoding="utf-8"))
     return made
+
+
+def of_training(arguments: CommonArguments, target: str, out: Path, before: str) -> None:
+    """The report at the end of a training, on the model as the training loaded it.
+
+    Args:
+        arguments: of the training.
+        target: the model that the drafter was saved for; the training's own, or one that learnt along.
+        out: folder of the drafter.
+        before: what it was before training.
+    """
+    revision = arguments.revision if target == arguments.target else None
+    in_fresh_process(target, out, out, before=before, data=arguments.data, revision=revision, dtype=arguments.dtype)
 
 
 # ------------------------------------------------------------------------------------------------------------- figures

@@ -117,13 +117,11 @@ def begin(arguments: CommonArguments, training: TrainingArguments) -> Path:
     """
     folder = Path(str(training.output_dir))
     asked = {name: value for name, value in asdict(arguments).items() if name not in MAY_CHANGE}
-    if last_complete(folder) is None:
+    if goes_on_from(folder, arguments.resume) is None:
         if is_main():
             folder.mkdir(parents=True, exist_ok=True)
             write_whole(folder / BEGUN, json.dumps(asked, indent=2) + "\n")
         return folder
-    if not arguments.resume:
-        raise SystemExit(f"{folder} holds checkpoints of a training: pass --resume, or another --output_dir")
     begun = json.loads((folder / BEGUN).read_text(encoding="utf-8")) if (folder / BEGUN).is_file() else asked
     for name, value in json.loads(json.dumps(asked)).items():
         if begun.get(name) != value:
@@ -190,9 +188,7 @@ class DrafterTrainer(Trainer):
             SystemExit: the folder holds another training's checkpoints, and `resume` was not asked for.
         """
         folder = Path(self.args.output_dir)
-        last = last_complete(folder)
-        if last is not None and not self.arguments.resume:
-            raise SystemExit(f"{folder} holds checkpoints of a training: pass --resume, or another --output_dir")
+        last = goes_on_from(folder, self.arguments.resume)
         if self.arguments.resume:
             logger.warning("going on from %s", last) if last else logger.warning(
                 "no complete checkpoint in %s: starting from the beginning", folder
@@ -320,6 +316,18 @@ class StopAfter(TrainerCallback):
 def trained(module: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters that require a gradient."""
     return {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+
+
+def goes_on_from(folder: Path, resume: bool) -> Path | None:
+    """The checkpoint that a training in a folder goes on from; None for one from the beginning.
+
+    Raises:
+        SystemExit: there is one, and `resume` was not asked for.
+    """
+    last = last_complete(folder)
+    if last is not None and not resume:
+        raise SystemExit(f"{folder} holds checkpoints of a training: pass --resume, or another --output_dir")
+    return last
 
 
 def last_complete(folder: Path) -> Path | None:

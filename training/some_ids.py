@@ -9,6 +9,7 @@ unlikely. On 27,000 tokens of SmolLM2, after the same steps: 1.60 tokens a round
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -59,12 +60,14 @@ class SomeIds(nn.Module):
             drawn: see `draw`.
         """
         bias = None if lm_head.bias is None else lm_head.bias[drawn]
-        logits = linear(features, lm_head.weight[drawn], bias)
-        if self.others:
-            weight = torch.ones(len(drawn), device=logits.device)
-            weight[-self.others :] = len(self.outside) / self.others
-            logits = logits + weight.log().to(logits.dtype)
-        return pad(logits, (0, 1), value=LOWEST)
+        return pad(self.weighed(linear(features, lm_head.weight[drawn], bias)), (0, 1), value=LOWEST)
+
+    def weighed(self, logits: Tensor) -> Tensor:
+        """`(places, len(self))` logits of what was drawn, where each of the others stands for so many of its kind."""
+        if not self.others:
+            return logits
+        share = math.log(len(self.outside) / self.others)
+        return torch.cat([logits[:, : -self.others], logits[:, -self.others :] + share], dim=-1)
 
     def labels(self, labels: Tensor) -> Tensor:
         """Where labels are among the logits; `IGNORED` for those that are not."""
@@ -81,6 +84,14 @@ class SomeIds(nn.Module):
         return TopK(torch.arange(len(self.ids), device=said.device).expand_as(said), said)
 
 
+def occurrences(labels: Iterable[Tensor], vocabulary: int) -> Tensor:
+    """`(vocabulary,)` how often each id is a label of all rows."""
+    seen = torch.zeros(vocabulary, dtype=torch.long)
+    for row in labels:
+        seen += torch.bincount(row[row >= 0], minlength=vocabulary)
+    return seen
+
+
 def frequent(labels: Iterable[Tensor], count: int, vocabulary: int) -> Tensor | None:
     """The most frequent ids of the labels, ascending; None where the softmax is to run over all ids.
 
@@ -91,9 +102,7 @@ def frequent(labels: Iterable[Tensor], count: int, vocabulary: int) -> Tensor | 
     """
     if not count or count >= vocabulary:
         return None
-    seen = torch.zeros(vocabulary, dtype=torch.long)
-    for row in labels:
-        seen += torch.bincount(row[row >= 0], minlength=vocabulary)
+    seen = occurrences(labels, vocabulary)
     best = seen.argsort(descending=True, stable=True)[:count]
     kept = best[seen[best] > 0].sort().values
     logger.warning(

@@ -1,12 +1,16 @@
-"""The model that a drafter is for, as the trainings take it: frozen, and in few bits where that is asked for."""
+"""The model that a drafter is for, as the trainings take it: frozen, in few bits if asked for, or adapted."""
 
 from __future__ import annotations
 
-from typing import Any
+import inspect
+from typing import Any, cast
 
 import torch
 from runs import CommonArguments
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
+
+from hf_specgen.prompt import generative
 
 NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
 
@@ -40,3 +44,21 @@ def let_gradients_through(model: PreTrainedModel) -> PreTrainedModel:
         if type(module).__name__ == "Linear4bit":
             module.support_avx512bf16_for_cpu = False  # type: ignore[assignment]
     return model
+
+
+def with_lora(model: PreTrainedModel, rank: int, alpha: int, dropout: float) -> nn.Module:
+    """A model with LoRA on all its linear layers but the LM head (arXiv 2106.09685), which is what then learns."""
+    import peft
+
+    config = peft.LoraConfig(
+        r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules="all-linear", task_type="CAUSAL_LM"
+    )
+    return cast(nn.Module, peft.get_peft_model(model, config))
+
+
+def hidden_states(target: nn.Module, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, ...]:
+    """A target's `hidden_states`, each `(batch, tokens, hidden)`, without logits where it can."""
+    kwargs: dict[str, Any] = {"attention_mask": attention_mask, "output_hidden_states": True, "use_cache": False}
+    if "logits_to_keep" in inspect.signature(generative(target).forward).parameters:
+        kwargs["logits_to_keep"] = 1
+    return cast("tuple[Tensor, ...]", target(input_ids, **kwargs).hidden_states)

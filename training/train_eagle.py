@@ -26,6 +26,7 @@ import runs
 import torch
 from eagle_beginning import begin_as_layer
 from eagle_training import EagleTraining, Recipe
+from some_ids import occurrences
 from targets import load_target
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel, TrainingArguments
@@ -105,8 +106,7 @@ def main(arguments: Arguments, training_arguments: TrainingArguments) -> None:
     provenance.write(out, target, arguments, training_arguments, {"steps": trainer.state.global_step})
     card.write(out)
     if arguments.report:
-        loaded = {"revision": arguments.revision, "dtype": arguments.dtype, "data": arguments.data}
-        report.in_fresh_process(arguments.target, out, out, before=arguments.head or report.FRESH, **loaded)
+        report.of_training(arguments, arguments.target, out, arguments.head or report.FRESH)
 
 
 # ------------------------------------------------------------------------------------------------- what is trained
@@ -159,9 +159,7 @@ def most_frequent(labels: Iterable[Tensor], vocabulary: int, size: int, always: 
             so the most frequent in the text that it was made from.
         always: ids that are taken whatever the labels are.
     """
-    seen = torch.zeros(vocabulary, dtype=torch.long)
-    for row in labels:
-        seen += torch.bincount(row[row >= 0], minlength=vocabulary)
+    seen = occurrences(labels, vocabulary)
     order = seen.clone()
     order[list(always)] = torch.iinfo(torch.long).max
     ids = order.argsort(descending=True, stable=True)[:size].sort().values

@@ -25,7 +25,7 @@ import runs
 import torch
 from medusa_training import MedusaTraining, Recipe
 from some_ids import frequent
-from targets import let_gradients_through, load_target
+from targets import let_gradients_through, load_target, with_lora
 from torch import nn
 from transformers import (
     AutoTokenizer,
@@ -117,9 +117,7 @@ def main(arguments: Arguments, training_arguments: TrainingArguments) -> None:
     provenance.write(out, target, arguments, training_arguments, {"steps": trainer.state.global_step})
     card.write(out)
     if arguments.report:
-        revision = arguments.revision if saved_for == arguments.target else None
-        loaded = {"revision": revision, "dtype": arguments.dtype, "data": arguments.data}
-        report.in_fresh_process(saved_for, out, out, before=arguments.heads or report.FRESH, **loaded)
+        report.of_training(arguments, saved_for, out, arguments.heads or report.FRESH)
 
 
 # ------------------------------------------------------------------------------------------------- what is trained
@@ -143,17 +141,8 @@ def with_adapter(arguments: Arguments, target: PreTrainedModel) -> nn.Module:
     """
     if not arguments.lora_rank:
         return target
-    import peft
-
     let_gradients_through(target)
-    config = peft.LoraConfig(
-        r=arguments.lora_rank,
-        lora_alpha=arguments.lora_alpha,
-        lora_dropout=arguments.lora_dropout,
-        target_modules="all-linear",
-        task_type="CAUSAL_LM",
-    )
-    return cast(nn.Module, peft.get_peft_model(target, config))
+    return with_lora(target, arguments.lora_rank, arguments.lora_alpha, arguments.lora_dropout)
 
 
 def merge(arguments: Arguments, out: Path) -> PreTrainedModel:
