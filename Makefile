@@ -67,10 +67,10 @@ endef
 
 drafters: .venv/ready ## data and three drafters for the demo's model from nothing, in two hours; goes on where it was stopped
 	target=$$($(BIN)/python -m hf_specgen.bench.smollm2) && $(BIN)/python training/generate_data.py --target "$$target" \
-		--out $(DRAFTERS)/data --minutes 28 --tokens 130000 --hidden_layers eagle3
+		--out $(DRAFTERS)/data --minutes 28 --tokens 250000 --hidden_layers eagle3
 	$(call trained,train_medusa,medusa,--num_train_epochs 6)
-	$(call trained,train_eagle,eagle,--num_train_epochs 4 --draft_vocabulary 4096)
-	$(call trained,distill_drafter,sibling,)
+	$(call trained,train_eagle,eagle,--num_train_epochs 4 --draft_vocabulary 3584)
+	$(call trained,distill_drafter,sibling,--layers 8)
 
 .venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
