@@ -156,15 +156,14 @@ def export(
     out: Annotated[str, typer.Option(help="The folder to write.")],
     target: Annotated[str | None, typer.Option(help="Path or hub id of the target, unless heads remember it.")] = None,
     num_speculative_tokens: Annotated[int | None, typer.Option(min=1, help="How deep the engine is to draft.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="float32, float16 or bfloat16; --half is float16.")] = None,
-    half: Annotated[bool, typer.Option("--half", help="In float16.")] = False,
+    dtype: Annotated[
+        str | None, typer.Option(help="float32, float16 or bfloat16; else as it is.")
+    ] = None,
 ) -> None:
     """Writes a drafter as another engine loads it, and prints the command and the config that start it."""
-    if half and dtype not in (None, "float16"):
-        raise typer.BadParameter(f"--half is --dtype float16, and --dtype says {dtype}")
     given = parse_assistant(drafter) if drafter.startswith("{") else drafter
     with _told():
-        made = sg.export(given, to, out, target, num_speculative_tokens, "float16" if half else dtype)
+        made = sg.export(given, to, out, target, num_speculative_tokens, dtype)
     typer.echo(f"{made.path}\n\n{made.command}\n\n{json.dumps(made.config, indent=2)}")
     for note in made.notes:
         typer.echo(f"note: {note}", err=True)

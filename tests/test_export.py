@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import families
 import pytest
 import tiny
 import torch
@@ -249,6 +250,20 @@ def test_the_copied_lm_head_is_the_targets(target: Any, tmp_path: Path) -> None:
         assert torch.equal(tensors["d2t"], torch.zeros(IDS, dtype=torch.long))
 
 
+def test_copied_embeddings_are_scaled_as_the_target_scales_them(tmp_path: Path) -> None:
+    gemma: Any = families.build("gemma3_text")
+    gemma.save_pretrained(tmp_path / "target")
+    config = gemma.config
+    head = eagle(hidden_size=config.hidden_size, vocab_size=config.vocab_size, feature_layers=[1, 2])
+    gemma.config.name_or_path = str(tmp_path / "target")
+    _, tensors = wrote(sg.export(head, "speculators", tmp_path / "out", gemma).path)
+    (written,) = (tensor for name, tensor in tensors.items() if name.endswith("embed_tokens.weight"))
+    weight = gemma.get_input_embeddings().weight
+    torch.testing.assert_close(written.to(weight.dtype), weight * config.hidden_size**0.5)
+    with pytest.raises(ValueError, match="scales its own: pass the loaded model"):
+        sg.export(head, "speculators", tmp_path / "other", str(tmp_path / "target"))
+
+
 def test_maps_lead_to_the_same_ids(target: Any, tmp_path: Path) -> None:
     head = small_vocabulary()
     _, tensors = wrote(sg.export(head, "vllm", tmp_path / "out", target).path)
@@ -419,7 +434,7 @@ def test_vllms_config_is_one_that_assistant_takes(target: Any, tmp_path: Path) -
 def test_the_command_line_writes_and_says_how_to_start(target: Any, tmp_path: Path) -> None:
     medusa(lm_heads="target").save_pretrained(tmp_path / "heads")
     words = ["export", str(tmp_path / "heads"), "--to", "vllm", "--target", target.config.name_or_path]
-    result = CliRunner().invoke(app, [*words, "--out", str(tmp_path / "out"), "--half"])
+    result = CliRunner().invoke(app, [*words, "--out", str(tmp_path / "out"), "--dtype", "float16"])
     assert result.exit_code == 0, result.output
     assert "vllm serve" in result.stdout
     assert "0.33 no longer has Medusa" in result.stderr

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 import data
 import datasets
+import families
 import generate_data
 import numpy as np
 import pytest
@@ -89,6 +89,19 @@ def test_a_sliding_window_is_decoded_as_by_stock(windowed: Any) -> None:
     for text in Decoder(windowed, frozenset([END]))(rows, LIMIT, Draw()):
         alone = windowed.generate(torch.tensor([text.ids[: text.prompt]]), max_new_tokens=LIMIT, eos_token_id=END)
         assert text.ids == alone[0].tolist()
+
+
+@pytest.mark.parametrize("family", ["lfm2", "qwen3_next"])
+def test_recurrent_states_of_rows_that_end_are_dropped_with_them(family: str) -> None:
+    model: Any = families.build(family)
+    rows = [list(range(3, 12)), [*range(3, 8), 20], [5, 6]]
+    alone = [model.generate(torch.tensor([row]), do_sample=False, max_new_tokens=LIMIT)[0].tolist() for row in rows]
+    end = alone[1][len(rows[1]) + 3]  # one row ends early, and the others go on without it
+    texts = Decoder(model, frozenset([end]))(rows, LIMIT, Draw())
+    for text, row, whole in zip(texts, rows, alone, strict=True):
+        answer = whole[len(row) :]
+        assert text.ids[len(row) :] == (answer[: answer.index(end) + 1] if end in answer else answer)
+    assert 0 < sum(text.ended for text in texts) < len(texts)
 
 
 @pytest.mark.parametrize("sampled", [False, True])
@@ -290,7 +303,9 @@ def test_a_drafter_makes_the_same_data(tmp_path: Path) -> None:
 
 def test_the_command_line_takes_layers_by_number_and_by_name() -> None:
     parser = HfArgumentParser(Arguments)
-    (own,) = parser.parse_args_into_dataclasses(["--target", "t", "--out", "o", "--hidden_layers", "2", "-1"])
+    (own,) = parser.parse_args_into_dataclasses(
+        ["--target", "t", "--out", "o", "--tokens", "1", "--hidden_layers", "2", "-1"]
+    )
     assert generate_data.layers_of(own.hidden_layers, tiny.llama()) == (2, -1)
     assert generate_data.layers_of(["eagle3"], tiny.llama(num_hidden_layers=8)) == (2, 4, 5, -1)
 
@@ -313,8 +328,7 @@ def test_what_cannot_be_done_is_refused(tmp_path: Path) -> None:
         generate_data.main(arguments(talking.saved(tmp_path / "mute", template=None), out, tokens=1))
     with pytest.raises(ValueError, match="none of 1 prompts"):
         generate_data.main(arguments(model, out, rows=1, max_prompt_tokens=1, tokens=1))
-    shutil.rmtree(out)
-    generate_data.main(arguments(model, out, tokens=1))
+    generate_data.main(arguments(model, out, tokens=1))  # what began with no part binds nobody
     with pytest.raises(ValueError, match="was begun with --max_new_tokens 12, not 13"):
         generate_data.main(arguments(model, out, max_new_tokens=13, tokens=1))
     with pytest.raises(ValueError, match=r"--hidden_layers \[0, -1\], not \[1\]"):
@@ -326,3 +340,12 @@ def test_what_cannot_be_done_is_refused(tmp_path: Path) -> None:
 def test_made_up_prompts_without_a_budget_are_refused(model: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="pass --minutes or --tokens"):
         generate_data.main(arguments(model, tmp_path / "data"))
+
+
+@pytest.mark.parametrize(
+    "changed", [{"rows": 0}, {"max_new_tokens": 0}, {"tokens": -1}, {"temperature": 0.0}, {"question_temperatures": []}]
+)
+def test_numbers_that_cannot_be_meant_are_refused(changed: dict[str, Any]) -> None:
+    (name,) = changed
+    with pytest.raises(ValueError, match=f"--{name}"):
+        generate_data.Arguments(**{"target": "t", "out": "o", "tokens": 1, **changed})

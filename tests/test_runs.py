@@ -73,15 +73,21 @@ def losses(run):
     return [(entry["step"], entry["loss"], entry["wrong"]) for entry in run.state.log_history if "loss" in entry]
 
 
-def test_a_resumed_run_has_the_loss_curve_and_the_weights_of_an_unbroken_one(tmp_path):
-    whole = trainer(tmp_path / "whole")
+@pytest.mark.parametrize(
+    ("settings", "stop"),
+    [({}, 8), ({"save_strategy": "epoch", "logging_steps": 4, "per_device_train_batch_size": 2}, ROWS // 2)],
+    ids=["steps", "epochs"],
+)
+def test_a_resumed_run_has_the_loss_curve_and_the_weights_of_an_unbroken_one(tmp_path, settings, stop):
+    settings = {"max_steps": stop + 4, **settings}
+    whole = trainer(tmp_path / "whole", **settings)
     assert whole.train_or_resume()
-    first = trainer(tmp_path / "parts")
-    shutil.copytree(tmp_path / "whole" / "checkpoint-8", tmp_path / "parts" / "checkpoint-8")
-    second = trainer(tmp_path / "parts", resume=True)
+    first = trainer(tmp_path / "parts", **settings)
+    shutil.copytree(tmp_path / "whole" / f"checkpoint-{stop}", tmp_path / "parts" / f"checkpoint-{stop}")
+    second = trainer(tmp_path / "parts", resume=True, **settings)
     assert second.train_or_resume()
     assert losses(second) == losses(whole)
-    assert losses(whole)[0][1] > losses(whole)[-1][1]
+    assert losses(whole)[0][1] > min(loss for _, loss, _ in losses(whole)[1:])
     for ours, theirs in zip(second.model.parameters(), whole.model.parameters(), strict=True):
         assert torch.equal(ours, theirs)
     del first
@@ -104,6 +110,7 @@ def test_the_last_complete_checkpoint_is_taken_and_named(tmp_path, caplog):
     """Report 136."""
     trainer(tmp_path, max_steps=8).train_or_resume()
     shutil.copytree(tmp_path / "checkpoint-8", tmp_path / "checkpoint-12")
+    (tmp_path / "checkpoint-best").mkdir()  # of somebody else
     (tmp_path / "checkpoint-12" / COMPLETE).unlink()
     run = trainer(tmp_path, resume=True)
     caplog.clear()
@@ -210,6 +217,7 @@ def test_tensors_that_are_empty_or_not_finite_are_not_saved(tmp_path):
         ([], "--output_dir is needed"),
         (["--output_dir", "o", "--save_steps", "15"], "no multiple of logging_steps 10"),
         (["--output_dir", "o", "--save_total_limit", "1"], "use 2"),
+        (["--output_dir", "o", "--max_length", "-5"], "--max_length must be 2 or more"),
         (["--output_dir", "o", "--quantize", "2bit"], "choose from '4bit', '8bit'"),
         (["--output_dir", "o", "--save_dtype", "int8"], "choose from 'float32', 'bfloat16', 'float16'"),
     ],

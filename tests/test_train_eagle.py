@@ -464,7 +464,7 @@ def test_script_goes_from_a_data_folder_to_a_head(tmp_path: Path, caplog: pytest
     train_eagle.main(*runs.parse(train_eagle.Arguments, [*line.split(), "2"], **defaults))
     assert "12 of 20 ids covers" in caplog.text
     first = EagleHead.from_pretrained(tmp_path / "out")
-    data.write_part(tmp_path / "data", 1, [dict(row, labels=[19] * 16) for row in rows])
+    data.write_part(tmp_path / "data", 1, [{**row, "input_ids": [19] * 16, "labels": [19] * 16} for row in rows])
     train_eagle.main(*runs.parse(train_eagle.Arguments, [*line.split(), "4", "--resume"], **defaults))
     second = EagleHead.from_pretrained(tmp_path / "out")
     assert second.to_target.tolist() == first.to_target.tolist()

@@ -11,6 +11,7 @@ import datasets
 import numpy as np
 import pytest
 import talking
+import tiny
 import torch
 from chats import Turns
 from talking import ASSISTANT, CHAT, END, USER
@@ -220,21 +221,22 @@ def test_other_columns_and_messages_that_are_no_text_are_refused(tmp_path: Path)
         data.chat_of({"messages": [{"role": "user", "content": [{"type": "image"}]}]})
 
 
-def test_rows_that_teach_nothing_are_refused() -> None:
-    def labels(*rows: list[int]) -> datasets.Dataset:
-        return datasets.Dataset.from_dict({"labels": list(rows)})
+def test_files_that_hold_nothing_or_no_rows_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text("")
+    with pytest.raises(ValueError, match=r"rows\.jsonl is empty"):
+        data.load(file)
+    file.write_text("{ no json")
+    with pytest.raises(ValueError, match=r"rows\.jsonl cannot be read"):
+        data.load(file)
 
-    data.refuse_unlabelled(labels([-100, 4], [-100, -100, -100, -100]), "x", max_length=3)
-    with pytest.raises(ValueError, match="row 1 of x has no label"):
-        data.refuse_unlabelled(labels([-100, 4], [-100, -100]), "x")
-    with pytest.raises(ValueError, match="no label within 2 tokens"):
-        data.refuse_unlabelled(labels([-100, -100, 4]), "x", max_length=2)
-    with pytest.raises(ValueError, match="no rows"):
-        data.refuse_unlabelled(labels(), "x")
-    # A template of other roles: what "bot" says is nobody's.
-    tokenizer = talking.letters()
-    ids, found = Turns(tokenizer).label([{"role": "user", "content": "hi"}, {"role": "bot", "content": "yes"}])
-    assert found == [-100] * len(ids)
+
+def test_the_last_layer_is_found_by_both_of_its_names(folder: Path, tmp_path: Path) -> None:
+    config, info = tiny.llama(num_hidden_layers=4).config, data.read_info(folder)
+    for layers, found in (([0, -1], 1), ([4, 2], 0), ([0, 2], None)):
+        data.write_info(folder, {**info, "hidden_layers": layers})
+        assert data.last_layer_at(folder, config) == (None if found is None else found * config.hidden_size)
+    assert data.last_layer_at(tmp_path / "chats.jsonl", config) is None
 
 
 # ---------------------------------------------------------------------------------------------------------- collating

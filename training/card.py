@@ -16,6 +16,7 @@ from typing import Any
 
 import provenance
 from huggingface_hub import ModelCardData
+from showing import limits_of
 
 from hf_specgen.files import write_whole
 from hf_specgen.heads.eagle import EagleConfig
@@ -128,9 +129,8 @@ def _measured(report: Mapping[str, Any] | None, picture: bool) -> str:
         return f"Not yet: `python training/report.py` measures it and writes `{REPORT}`.\n"
     how = report["settings"]
     said = (
-        f"Greedy, at most {how['nodes']} drafted nodes a round, {how['new_tokens']} new tokens, {how['dtype']}; the "
-        "brackets hold 95 % of bootstrap resamples over prompts. Mean accepted tokens count the target's own: plain "
-        "decoding is 1.00."
+        f"{limits_of(how).capitalize()}; the brackets hold 95 % of bootstrap resamples over prompts. "
+        "Mean accepted tokens count the target's own: plain decoding is 1.00."
     )
     headings = "| prompts | drafter | number | mean accepted tokens | by depth, given the parent was | texts as plain |"
     lines = [said, "", headings, "|---|---|---|---|---|---|"]

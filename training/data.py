@@ -30,7 +30,7 @@ import pyarrow.parquet
 import torch
 from chats import IGNORED, Message, Turns
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from hf_specgen.files import write_whole
 
@@ -132,9 +132,7 @@ def load(
         ValueError: there is nothing to read, it has other columns, or a chat cannot be labelled.
     """
     if is_generated(source):
-        files = [str(path) for path in parts(source)]
-        if not files:
-            raise ValueError(f"{source} has no complete part yet: generate_data.py writes them")
+        files = [str(path) for path in _complete(source)]
         wanted = None if columns is None else sorted({*columns, "held_out"})
         rows = datasets.load_dataset("parquet", data_files=files, split="train", columns=wanted)
     else:
@@ -147,11 +145,37 @@ def load(
 
 
 def stored(source: str | Path) -> tuple[list[int], list[str]]:
-    """The layers whose states a data folder holds, and its columns; of other people's chats none are known."""
+    """The layers whose states a data folder holds, and its columns; of other people's chats none are known.
+
+    Raises:
+        ValueError: there is nothing in it.
+    """
     if not is_generated(source):
         return [], []
-    names = pyarrow.parquet.read_schema(parts(source)[0]).names
+    names = pyarrow.parquet.read_schema(_complete(source)[0]).names
     return list(read_info(source).get("hidden_layers", ())), [name for name in TOKENS if name in names]
+
+
+def last_layer_at(source: str | Path, config: PreTrainedConfig) -> int | None:
+    """Where the last layer's states begin on the last axis of stored ones; None where they are not stored.
+
+    Args:
+        source: a data folder.
+        config: of the target's text model. Its last layer has two names, -1 and its number.
+    """
+    places = [at for at, layer in enumerate(stored(source)[0]) if layer in (-1, config.num_hidden_layers)]
+    return places[0] * int(config.hidden_size) if places else None
+
+
+def _complete(folder: str | Path) -> list[Path]:
+    """Its complete parts.
+
+    Raises:
+        ValueError: there are none.
+    """
+    if not (found := parts(folder)):
+        raise ValueError(f"{folder} has no complete part yet: generate_data.py writes them")
+    return found
 
 
 def is_generated(source: str | Path) -> bool:
@@ -163,7 +187,7 @@ def read(source: str | Path, split: str = "train") -> datasets.Dataset:
     """What `datasets` makes of a file, a folder or a hub id.
 
     Raises:
-        ValueError: it has no such split.
+        ValueError: it is empty, cannot be read, or has no such split.
     """
     path = Path(source)
     if path.is_dir() and (path / "state.json").is_file():
@@ -171,8 +195,13 @@ def read(source: str | Path, split: str = "train") -> datasets.Dataset:
     if path.is_file():
         if path.suffix not in FILES:
             raise ValueError(f"{path}: a file of data is one of {', '.join(FILES)}")
+        if not path.stat().st_size:
+            raise ValueError(f"{path} is empty")
         # A file has one split, whatever it is called elsewhere.
-        return datasets.load_dataset(FILES[path.suffix], data_files=str(path), split="train")
+        try:
+            return datasets.load_dataset(FILES[path.suffix], data_files=str(path), split="train")
+        except datasets.exceptions.DatasetGenerationError as error:
+            raise ValueError(f"{path} cannot be read: {error.__cause__ or error}") from error
     return datasets.load_dataset(str(source), split=split)
 
 
@@ -225,35 +254,6 @@ def chat_of(row: Mapping[str, Any]) -> list[Message]:
 def first_question(row: Mapping[str, Any]) -> str:
     """What the user says first; nothing where nobody asks."""
     return next((message["content"] for message in chat_of(row) if message["role"] == "user"), "")
-
-
-def refuse_unlabelled(rows: datasets.Dataset, source: str | Path, max_length: int | None = None) -> None:
-    """Looks for rows that would teach nothing.
-
-    Args:
-        rows: with `labels`.
-        source: what they are called.
-        max_length: where longer rows are cut.
-
-    Raises:
-        ValueError: there are no rows; or a row that is not cut has no label; or every label is cut off.
-    """
-    some = False
-    for number, row in enumerate(rows.select_columns(["labels"])):
-        labels = torch.as_tensor(row["labels"])
-        labelled = bool((labels[:max_length] != IGNORED).any())
-        some |= labelled
-        if not labelled and (max_length is None or len(labels) <= max_length):
-            raise ValueError(
-                f"row {number} of {source} has no label: nothing in it is the assistant's. Either nobody answers in "
-                "it, or the roles are not those of the chat template"
-            )
-    if not some:
-        raise ValueError(
-            f"{source} has no label within {max_length} tokens: raise --max_length"
-            if len(rows)
-            else f"{source} has no rows"
-        )
 
 
 # ----------------------------------------------------------------------------------------------------------- the split

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -110,7 +110,8 @@ class Decoder:
                 break
             if len(rows) - len(left) >= max(1, len(rows) // IDLE):
                 rows, mask, logits = rows[left], mask[left.to(device)], logits[left.to(device)]
-                cache.batch_select_indices(left.to(device))
+                # Unlike `batch_select_indices` all kinds of layers have it, those with recurrent states too.
+                cache.reorder_cache(cast(torch.LongTensor, left.to(device)))
         return texts
 
     def _prefill(self, prompts: Sequence[Sequence[int]], texts: Sequence[Text]) -> tuple[DynamicCache, Tensor, Tensor]:

@@ -24,7 +24,9 @@ import report
 import runs
 import torch
 from distill_training import DistillTraining, Recipe, refuse_unknown_head
+from fit import refuse_unfit
 from on_policy import DistillTrainer, OnPolicy
+from refusals import refuse_below, told_plainly
 from siblings import keep_layers, spread
 from some_ids import frequent
 from targets import load_target, with_lora
@@ -32,6 +34,7 @@ from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     TrainingArguments,
@@ -69,6 +72,9 @@ class Arguments(runs.CommonArguments):
 
     def __post_init__(self) -> None:
         """Refuses what there is not."""
+        super().__post_init__()
+        refuse_below(self, 1, "layers", "max_new_tokens")
+        refuse_below(self, 0, "vocabulary", "others", "lora_rank")
         if self.drafter is not None and self.keep_layers is not None:
             raise ValueError("--drafter gives a drafter and --keep_layers makes one: pass one of them")
         if self.lora_rank and self.train_embeddings:
@@ -77,27 +83,25 @@ class Arguments(runs.CommonArguments):
 
 def main(arguments: Arguments, training_arguments: TrainingArguments) -> None:
     """Loads, trains, saves, measures."""
-    out = runs.begin(arguments, training_arguments)
-    tokenizer = load_tokenizer(arguments.target, arguments.revision)
-    target = load_target(arguments)
-    drafter, before = load_drafter(arguments, target, tokenizer, out)
-    rows = data.load(arguments.data, held_out=False, columns=columns_of(arguments), tokenizer=tokenizer)
-    data.refuse_unlabelled(rows, arguments.data, arguments.max_length)
+    with told_plainly():
+        out = runs.begin(arguments, training_arguments)
+        tokenizer = load_tokenizer(arguments.target, arguments.revision)
+        target = load_target(arguments)
+        text = target.config.get_text_config(decoder=True)
+        columns, stored_from = read_of(arguments, text)
+        drafter, before = load_drafter(arguments, target, tokenizer, out)
+        rows = data.load(arguments.data, held_out=False, columns=columns, tokenizer=tokenizer)
+        refuse_unfit(rows, arguments.data, target, arguments.max_length)
+        recipe = Recipe(
+            arguments.divergence, arguments.beta, arguments.temperature, arguments.hidden_loss, arguments.others
+        )
+        ids = frequent(rows["labels"], arguments.vocabulary, text.vocab_size)
+        module = DistillTraining(target, learning(arguments, drafter), recipe, ids, stored_from)
+        on_policy = OnPolicy(arguments.on_policy, arguments.max_new_tokens)
 
-    module = DistillTraining(
-        target,
-        learning(arguments, drafter),
-        Recipe(arguments.divergence, arguments.beta, arguments.temperature, arguments.hidden_loss, arguments.others),
-        frequent(rows["labels"], arguments.vocabulary, target.config.get_text_config(decoder=True).vocab_size),
-        stored_from(arguments, target),
-    )
+    collator = data.Collator(max_length=arguments.max_length)
     trainer = DistillTrainer(
-        module,
-        arguments,
-        training_arguments,
-        OnPolicy(arguments.on_policy, arguments.max_new_tokens),
-        train_dataset=rows,
-        data_collator=data.Collator(max_length=arguments.max_length),
+        module, arguments, training_arguments, on_policy, train_dataset=rows, data_collator=collator
     )
     if not trainer.train_or_resume():
         return
@@ -179,26 +183,25 @@ def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Pat
 # -------------------------------------------------------------------------------------------------- what it learns from
 
 
-def columns_of(arguments: Arguments) -> list[str]:
-    """The columns that are read: the last layer's states, where there are none the likeliest ids."""
-    layers, columns = data.stored(arguments.data)
-    known = ["hidden_states"] if -1 in layers else [name for name in columns if name.startswith("top_")]
-    return ["input_ids", "labels", *known]
+def read_of(arguments: Arguments, text: PreTrainedConfig) -> tuple[list[str], int]:
+    """The columns that are read, and where the last layer begins among stored states.
 
-
-def stored_from(arguments: Arguments, target: PreTrainedModel) -> int:
-    """Where the last layer begins among stored states.
+    Read are the last layer's states, where there are none the likeliest ids, and where those are not stored either the
+    texts alone.
 
     Raises:
         ValueError: last states are to be compared, and only the likeliest ids are stored.
     """
-    layers, columns = data.stored(arguments.data)
-    if arguments.hidden_loss and "top_ids" in columns and -1 not in layers:
+    last_at, likeliest = data.last_layer_at(arguments.data, text), []
+    if last_at is None:
+        likeliest = [name for name in data.stored(arguments.data)[1] if name.startswith("top_")]
+    if arguments.hidden_loss and likeliest:
         raise ValueError(
             f"--hidden_loss compares last states, and {arguments.data} holds only the likeliest ids: leave it out, or "
             "generate data with --hidden_layers -1"
         )
-    return layers.index(-1) * target.config.get_text_config(decoder=True).hidden_size if -1 in layers else 0
+    known = likeliest if last_at is None else ["hidden_states"]
+    return ["input_ids", "labels", *known], last_at or 0
 
 
 if __name__ == "__main__":

@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
 import torch
+from chunks import in_chunks
 from losses import DIVERGENCES, IGNORED, Kind, Teacher, TopK, agreement, divergence, jsd, mean
 from runs import DrafterTraining
 from some_ids import SomeIds
 from torch import Tensor, nn
 from torch.nn.functional import linear
-from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from hf_specgen.drafters.fitting import lent
 from hf_specgen.drafters.scoring import target_logits
 from hf_specgen.prompt import generative
-
-# Logits that are held at once, 256 MB in float32; those of more places are computed again for the gradient.
-HELD = 2**26
 
 
 @dataclass(frozen=True)
@@ -142,12 +138,16 @@ class DistillTraining(DrafterTraining):
         places = torch.ones_like(before, dtype=torch.bool) if labels is None else labels[:, 1:] != IGNORED
         count = places.sum() if num_items_in_batch is None else num_items_in_batch
         ours = _last_states(generative(self.drafter), before)[places]  # (places, width)
+        ids: Tensor | None = None
         if "top_ids" in stored and "hidden_states" not in stored:
-            top = TopK(stored["top_ids"][:, :-1][places].long(), stored["top_logprobs"][:, :-1][places])
-            loss, hits = self._in_parts(ours, top, count, None)
+            theirs: Tensor | TopK = TopK(
+                stored["top_ids"][:, :-1][places].long(), stored["top_logprobs"][:, :-1][places]
+            )
         else:
             theirs = self._teacher_states(before, stored)[places]
-            loss, hits = self._in_parts(ours, theirs, count, None if self.some is None else self.some.draw())
+            ids = None if self.some is None else self.some.draw()
+        compared = partial(self._compare, ours, theirs, count, ids)
+        loss, hits = in_chunks(compared, len(ours), self.size if ids is None else len(ids))
         share = hits / len(ours) if len(ours) else hits.new_full((), torch.nan)
         return {"loss": loss, "agreement": share}
 
@@ -160,27 +160,11 @@ class DistillTraining(DrafterTraining):
         with torch.no_grad():
             return _last_states(teacher, ids)
 
-    def _in_parts(
-        self, ours: Tensor, theirs: Tensor | TopK, count: Tensor | int, ids: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """The loss and the number of places that agree, where there are many in parts."""
-        size = max(1, HELD // (self.size if ids is None else len(ids)))
-        part: Callable[..., tuple[Tensor, Tensor]] = partial(self._compare, count=count, ids=ids)
-        if len(ours) <= size:
-            return part(ours, theirs)
-        losses, hits = [], []
-        for start in range(0, len(ours), size):
-            chunk = torch.arange(start, min(start + size, len(ours)), device=ours.device)
-            other = theirs.at(chunk) if isinstance(theirs, TopK) else theirs[chunk]
-            loss, hit = checkpoint(part, ours[chunk], other, use_reentrant=False)
-            losses.append(loss)
-            hits.append(hit)
-        return torch.stack(losses).sum(), torch.stack(hits).sum()
-
     def _compare(
-        self, ours: Tensor, theirs: Tensor | TopK, count: Tensor | int, ids: Tensor | None
+        self, ours: Tensor, theirs: Tensor | TopK, count: Tensor | int, ids: Tensor | None, chunk: slice
     ) -> tuple[Tensor, Tensor]:
-        """The same of a few places, from the sibling's states and the teacher's states or likeliest ids."""
+        """The loss and how many places agree, of some places of the sibling's states and the teacher's, or its ids."""
+        ours, theirs = ours[chunk], theirs[chunk]
         student = self._logits(self.drafter, ours, ids)
         if isinstance(theirs, TopK):
             teacher: Teacher = theirs

@@ -26,6 +26,7 @@ from chats import IGNORED, Turns
 from decoding import Decoder, Drafted, Draw, Text
 from prompts import Chat, Drawing, Given, MadeUp, Prompts, Seen
 from recording import record
+from refusals import refuse_below, told_plainly
 from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser, PreTrainedModel
 
@@ -76,6 +77,21 @@ class Arguments:
     dtype: str = field(default="auto", metadata={"help": "Of the target: auto, float32, bfloat16, float16."})
     device: str = field(default="cuda" if torch.cuda.is_available() else "cpu", metadata={"help": "Of the target."})
 
+    def __post_init__(self) -> None:
+        """Refuses what cannot be meant.
+
+        Raises:
+            ValueError: it has no end, or a number is too small.
+        """
+        if self.prompts is None and self.minutes is None and self.tokens is None:
+            raise ValueError("a model that makes up its own prompts never comes to an end: pass --minutes or --tokens")
+        refuse_below(self, 1, "rows", "max_prompt_tokens", "max_new_tokens", "top_k", "tokens")
+        refuse_below(self, 0, "minutes", "top_logprobs")
+        if not self.question_temperatures or min(self.temperature, *self.question_temperatures) <= 0:
+            raise ValueError(
+                "--temperature and --question_temperatures must be above 0; answers are greedy by themselves"
+            )
+
 
 # Prompts, the most tokens of an answer, how they are chosen.
 Decode = Callable[[Sequence[Sequence[int]], int, Draw], list[Text]]
@@ -83,8 +99,6 @@ Decode = Callable[[Sequence[Sequence[int]], int, Draw], list[Text]]
 
 def main(arguments: Arguments) -> None:
     """Writes parts until the time, the tokens or the prompts are used up."""
-    if arguments.prompts is None and arguments.minutes is None and arguments.tokens is None:
-        raise ValueError("a model that makes up its own prompts never comes to an end: pass --minutes or --tokens")
     started = time.monotonic()
     datasets.disable_progress_bars()
     turns = Turns(AutoTokenizer.from_pretrained(arguments.target, revision=arguments.revision))
@@ -198,7 +212,7 @@ def begin(model: PreTrainedModel, layers: Sequence[int], arguments: Arguments) -
     settings = {name: value for name, value in asdict(arguments).items() if name not in FREE}
     record = TargetRecord.of(model).to_dict()
     info = {"target_name": arguments.target, "target": record, "hidden_layers": list(layers), **settings}
-    if not data.is_generated(arguments.out):
+    if not (data.is_generated(arguments.out) and data.parts(arguments.out)):
         told = {"command": provenance.command(sys.argv), "versions": provenance.versions()}
         data.write_info(arguments.out, {**info, **told})
         return {**info, **told}
@@ -236,7 +250,5 @@ def counted(made: dict[str, int], labels: Iterable[Any]) -> dict[str, int]:
 
 
 if __name__ == "__main__":
-    try:
+    with told_plainly():
         main(HfArgumentParser(Arguments, description=__doc__).parse_args_into_dataclasses()[0])
-    except ValueError as error:
-        raise SystemExit(f"generate_data.py: {error}") from error

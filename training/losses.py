@@ -40,9 +40,9 @@ class TopK:
     ids: Tensor
     log_probs: Tensor
 
-    def at(self, mask: Tensor) -> TopK:
-        """Only the places in a mask of shape `(...)`."""
-        return TopK(self.ids[mask], self.log_probs[mask])
+    def __getitem__(self, places: Tensor | slice) -> TopK:
+        """Only some places: a mask or indices of shape `(...)`, or a slice of the first axis."""
+        return TopK(self.ids[places], self.log_probs[places])
 
 
 # Logits `(..., vocab)` or the likeliest ids.
@@ -100,7 +100,7 @@ def divergence(
         raise ValueError(f"temperature must be above 0, not {temperature}")
     if mask is not None:
         student_logits = student_logits[mask]
-        teacher = teacher.at(mask) if isinstance(teacher, TopK) else teacher[mask]
+        teacher = teacher[mask]
     return mean(apart(*_both(student_logits, teacher, temperature)), count)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import data
 import torch
+from eagle_beginning import begin_as_layer
 from positions import count
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -146,6 +147,7 @@ def untrained(trained: sg.Drafter, target: PreTrainedModel) -> sg.Drafter:
                 config.feature_layers,
                 None if ids is None else ids.tolist(),
             )
+            begin_as_layer(head, target)  # as it does unless it is told otherwise
         return sg.Eagle(head)
     raise ValueError(f"--before {FRESH} is for heads: name the sibling's folder as it was before training")
 

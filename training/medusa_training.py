@@ -9,12 +9,12 @@ from functools import partial
 from typing import Any, cast
 
 import torch
+from chunks import in_chunks
 from losses import IGNORED, Teacher, TopK, cross_entropy, divergence
 from runs import DrafterTraining
 from some_ids import SomeIds
 from targets import hidden_states
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from hf_specgen.drafters.fitting import lent
 from hf_specgen.drafters.scoring import target_logits
@@ -22,9 +22,6 @@ from hf_specgen.heads.medusa import MedusaHeads
 from hf_specgen.prompt import generative
 
 logger = logging.getLogger(__name__)
-
-# Logits that are held at once, 256 MB in float32; those of more places are computed again for the gradient.
-HELD = 2**26
 
 
 @dataclass(frozen=True)
@@ -155,36 +152,26 @@ class MedusaTraining(DrafterTraining):
             ahead = head + 2
             kept = ((places.columns >= ahead) & (labels != IGNORED)).nonzero().squeeze(1)
             read = states[places.rows[kept], places.columns[kept] - ahead]
-            theirs = None if teacher is None else _at(teacher, kept)
-            loss, hits = self._head(partial(self._logits, head, drawn), read, labels[kept], theirs, count)
+            theirs = None if teacher is None else teacher[kept]
+            scored = partial(self._scored, partial(self._logits, head, drawn), read, labels[kept], theirs, count)
+            loss, hits = in_chunks(scored, len(kept), self.text.vocab_size if drawn is None else len(drawn))
             total = total + self.recipe.decay**head * loss
             report[f"accuracy_{head}"] = hits / len(kept) if len(kept) else hits.new_full((), torch.nan)
         return {"loss": total, **report}
 
-    def _head(
+    def _scored(
         self,
         logits_of: Callable[[Tensor], Tensor],
         states: Tensor,
         labels: Tensor,
         teacher: Teacher | None,
         count: Tensor | int,
+        chunk: slice,
     ) -> tuple[Tensor, Tensor]:
-        """One head's loss and hits; in parts where its logits are many, so that no more than `HELD` are kept."""
-        size = max(1, HELD // (self.text.vocab_size if self.some is None else len(self.some)))
-
-        def part(states: Tensor, labels: Tensor, theirs: Teacher | None) -> tuple[Tensor, Tensor]:
-            logits = logits_of(states)
-            return self._weighed(logits, labels, theirs, count), (logits.argmax(-1) == labels).sum().float()
-
-        if len(labels) <= size:
-            return part(states, labels, teacher)
-        losses, hits = [], []
-        for chunk in torch.arange(len(labels), device=labels.device).split(size):  # type: ignore[no-untyped-call]
-            theirs = None if teacher is None else _at(teacher, chunk)
-            loss, hit = checkpoint(part, states[chunk], labels[chunk], theirs, use_reentrant=False)
-            losses.append(loss)
-            hits.append(hit)
-        return torch.stack(losses).sum(), torch.stack(hits).sum()
+        """One head's loss and hits over some of its places."""
+        logits, labels = logits_of(states[chunk]), labels[chunk]
+        loss = self._weighed(logits, labels, None if teacher is None else teacher[chunk], count)
+        return loss, (logits.argmax(-1) == labels).sum().float()
 
     def _weighed(self, logits: Tensor, labels: Tensor, teacher: Teacher | None, count: Tensor | int) -> Tensor:
         """Cross-entropy, and the KL to the target's distribution beside it."""
@@ -199,8 +186,10 @@ class MedusaTraining(DrafterTraining):
         own = self.heads.lm_heads
         lm_head: Any = own[min(head, len(own) - 1)] if len(own) else lent(generative(self.target), "LM head")
         features = self.heads.features(head, states.to(self.heads.dtype)).to(lm_head.weight.dtype)
-        logits = lm_head(features) if drawn is None else cast(SomeIds, self.some).logits(lm_head, features, drawn)
-        return cast(Tensor, logits * self.heads.config.logit_scale)
+        scale = self.heads.config.logit_scale
+        if drawn is None:
+            return cast(Tensor, lm_head(features) * scale)
+        return cast(SomeIds, self.some).logits(lm_head, features, drawn, scale)
 
     def _states(self, input_ids: Tensor, attention_mask: Tensor, stored: Tensor | None = None) -> Tensor:
         """The target's last states `(batch, tokens, hidden)`; stored ones are those of a target that stays as it is."""
@@ -238,7 +227,3 @@ class MedusaTraining(DrafterTraining):
             said = self._said(self._states(input_ids, attention_mask), places)
         self.target.train(training)
         return said
-
-
-def _at(teacher: Teacher, index: Tensor) -> Teacher:
-    return teacher.at(index) if isinstance(teacher, TopK) else teacher[index]

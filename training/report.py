@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -41,6 +42,7 @@ from measuring import (
 )
 from measuring import FRESH as FRESH  # for the trainings
 from positions import Counts, interval, pooled, quartiles
+from refusals import at_least, told_plainly
 from rich.progress import Progress
 from runs import CommonArguments
 from showing import as_text, draw
@@ -55,6 +57,8 @@ from hf_specgen.bench.table import PLAIN, console
 from hf_specgen.files import write_whole
 from hf_specgen.heads.recorded import TargetRecord
 from hf_specgen.loading import Location, load
+
+logger = logging.getLogger(__name__)
 
 SCHEMA = "hf_specgen training report, 1"
 ALL = "all prompts"
@@ -103,6 +107,11 @@ def of_training(arguments: CommonArguments, target: str, out: Path, before: str)
         before: what it was before training.
     """
     revision = arguments.revision if target == arguments.target else None
+    try:
+        held_out(arguments.data, 1, tokenizer_of(arguments.data, arguments.target, arguments.revision))
+    except ValueError as error:
+        logger.warning("no report is made: %s", error)
+        return
     in_fresh_process(target, out, out, before=before, data=arguments.data, revision=revision, dtype=arguments.dtype)
 
 
@@ -175,18 +184,19 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--questions", type=Path, help="questions in Spec-Bench's form, or their folder")
     made.add_argument("--categories", nargs="+", help="of the questions; all unless given")
     made.add_argument("--out", type=Path, required=True, help="folder of the report")
-    made.add_argument("--prompts", type=int, default=32, help="held-out prompts")
-    made.add_argument("--per_category", type=int, default=4, help="questions")
-    made.add_argument("--new_tokens", type=int, default=64)
-    made.add_argument("--nodes", type=int, default=NODES, help="drafted nodes a round")
-    made.add_argument("--depth", type=int, help="of an EAGLE head's trees")
-    made.add_argument("--branches", type=int, default=1, help="nodes a level of a sibling's drafts; 1: chains")
+    made.add_argument("--prompts", type=at_least(1), default=32, help="held-out prompts")
+    made.add_argument("--per_category", type=at_least(1), default=4, help="questions")
+    made.add_argument("--new_tokens", type=at_least(1), default=64)
+    made.add_argument("--nodes", type=at_least(1), default=NODES, help="drafted nodes a round")
+    made.add_argument("--depth", type=at_least(1), help="of an EAGLE head's trees")
+    made.add_argument("--branches", type=at_least(1), default=1, help="nodes a level of a sibling's drafts; 1: chains")
     made.add_argument("--revision", help="of the target on the hub")
     made.add_argument("--dtype", default="auto", help="of the target")
-    made.add_argument("--threads", type=int, help="of the CPU")
+    made.add_argument("--threads", type=at_least(1), help="of the CPU")
+    made.add_argument("--linear", help="for sg.enable(target, linear=...), such as packed")
     made.add_argument("--speed", action="store_true", help="time it as well")
-    made.add_argument("--speed_prompts", type=int, default=2, help="of each group, when timing")
-    made.add_argument("--repeats", type=int, default=3, help="when timing")
+    made.add_argument("--speed_prompts", type=at_least(1), default=2, help="of each group, when timing")
+    made.add_argument("--repeats", type=at_least(1), default=3, help="when timing")
     return made
 
 
@@ -229,7 +239,7 @@ def loaded(asked_for: argparse.Namespace) -> Loaded:
         before = load(Location.of(asked_for.before), target)
         drafters[BEFORE], origin[BEFORE], marks[BEFORE] = before.drafter, before.origin, _mark(asked_for.before)
     order = [name for name in (BEFORE, AFTER) if name in drafters]
-    return Loaded(sg.enable(target), {name: drafters[name] for name in order}, marks, origin)
+    return Loaded(sg.enable(target, asked_for.linear), {name: drafters[name] for name in order}, marks, origin)
 
 
 def _mark(drafter: str) -> str:
@@ -245,6 +255,7 @@ def report_of(asked_for: argparse.Namespace) -> dict[str, Any]:
     by_name = {prompt.name: prompt for prompt in prompts}
     dtype = str(have.target.dtype).removeprefix("torch.")
     common = f"{asked_for.new_tokens} tokens, {dtype}, target {have.marks[PLAIN]}"
+    common += f", linear {asked_for.linear}" if asked_for.linear else ""
     fixed = {PLAIN: common} | {name: f"{common}, {name} {have.marks[name]}, nodes {nodes}" for name in drafters}
     jobs = jobs_of(prompts, fixed)
     journal = Journal(asked_for.out / "report.jsonl")
@@ -260,7 +271,7 @@ def report_of(asked_for: argparse.Namespace) -> dict[str, Any]:
         "target": TargetRecord.of(have.target).to_dict(),
         "drafters": {name: {"what": have.origin[name], "mark": have.marks[name]} for name in drafters},
         "settings": {
-            **{name: getattr(asked_for, name) for name in ("nodes", "depth", "branches", "new_tokens")},
+            **{name: getattr(asked_for, name) for name in ("nodes", "depth", "branches", "new_tokens", "linear")},
             "dtype": dtype,
             "greedy": True,
         },
@@ -285,15 +296,21 @@ def prompts_of(asked_for: argparse.Namespace) -> list[Prompt]:
     """
     if not asked_for.data and not asked_for.questions:
         raise ValueError("nothing to measure on: name --data, --questions or both")
-    tokenizer: Any = None
+    needed = None if asked_for.questions else asked_for.data
+    tokenizer = tokenizer_of(needed, asked_for.target, asked_for.revision)
     prompts: list[Prompt] = []
-    if asked_for.questions or not data.is_generated(asked_for.data):
-        tokenizer = AutoTokenizer.from_pretrained(asked_for.target, revision=asked_for.revision or "main")
     if asked_for.data:
         prompts += held_out(asked_for.data, asked_for.prompts, tokenizer)
     if asked_for.questions:
         prompts += asked(asked_for.questions, tokenizer, asked_for.per_category, asked_for.categories)
     return prompts
+
+
+def tokenizer_of(source: str | None, target: str, revision: str | None) -> Any:
+    """The target's tokenizer; None for a data folder, which holds ids already."""
+    if source is not None and data.is_generated(source):
+        return None
+    return AutoTokenizer.from_pretrained(target, revision=revision or "main")
 
 
 def speed_of(
@@ -308,6 +325,7 @@ def speed_of(
     settings = compared(drafter, limited(drafter, asked_for.nodes, asked_for.depth, asked_for.branches))
     told = f"timed, {asked_for.new_tokens} tokens, {have.target.dtype}, {have.marks[PLAIN]}, {have.marks[AFTER]}"
     told += f", {asked_for.nodes} {asked_for.depth} {asked_for.branches}, {torch.get_num_threads()} threads"
+    told += f", linear {asked_for.linear}" if asked_for.linear else ""
     jobs = jobs_of(chosen, {one.name: told for one in settings}, asked_for.repeats)
     timing = Timing(
         have.target,
@@ -334,10 +352,8 @@ def main(line: Sequence[str] | None = None) -> None:
         torch.set_num_threads(asked_for.threads)
     if importlib.util.find_spec("matplotlib") is None:
         raise SystemExit('the picture needs matplotlib: pip install "hf_specgen[train]"')
-    try:
+    with told_plainly():
         report = provenance.without_places(report_of(asked_for))
-    except (OSError, ValueError) as error:
-        raise SystemExit(str(error)) from error
     out = asked_for.out
     out.mkdir(parents=True, exist_ok=True)
     write_whole(out / card.REPORT, json.dumps(report, indent=2) + "\n")

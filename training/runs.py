@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from refusals import refuse_below
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import (
@@ -29,6 +30,7 @@ from transformers import (
     TrainingArguments,
     set_seed,
 )
+from transformers.trainer_utils import SaveStrategy
 
 from hf_specgen.files import write_whole
 
@@ -58,6 +60,11 @@ class CommonArguments:
     max_length: int = field(default=2048, metadata={"help": "Tokens; what is longer is cut."})
     resume: bool = field(default=False, metadata={"help": "Go on from the last complete checkpoint in --output_dir."})
     minutes: float | None = field(default=None, metadata={"help": "Save and stop after so long; --resume goes on."})
+
+    def __post_init__(self) -> None:
+        """Refuses numbers that cannot be meant."""
+        refuse_below(self, 2, "max_length")
+        refuse_below(self, 0, "minutes")
 
 
 @dataclass
@@ -177,6 +184,8 @@ class DrafterTrainer(Trainer):
         super().__init__(module, training, **kwargs)
         self.arguments = arguments
         self.model_accepts_loss_kwargs = True
+        if training.save_strategy == SaveStrategy.EPOCH:
+            self.add_callback(LogsAtEpochs())
         self._metrics: dict[str, list[Tensor]] = {}
         if arguments.minutes is not None:
             self.add_callback(StopAfter(arguments.minutes))
@@ -287,6 +296,17 @@ class DrafterTrainer(Trainer):
                 parameter.copy_(saved[name])
 
 
+class LogsAtEpochs(TrainerCallback):
+    """Ends a logging window where a checkpoint is written: its losses live in memory, and a stop would lose them."""
+
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> TrainerControl:
+        """Asks for the log."""
+        control.should_log = True
+        return control
+
+
 class StopAfter(TrainerCallback):
     """Saves and stops when the time is up, where a logging window ends.
 
@@ -336,7 +356,10 @@ def last_complete(folder: Path) -> Path | None:
     Args:
         folder: `--output_dir` of a training.
     """
-    found = sorted(folder.glob("checkpoint-*"), key=lambda path: int(path.name.rpartition("-")[2]))
+    numbered = {path: path.name.removeprefix("checkpoint-") for path in folder.glob("checkpoint-*")}
+    found = sorted(
+        (path for path, number in numbered.items() if number.isdecimal()), key=lambda path: int(numbered[path])
+    )
     for path in (path for path in found if not (path / COMPLETE).is_file()):
         logger.warning("%s was cut off and is ignored", path)
     return next((path for path in reversed(found) if (path / COMPLETE).is_file()), None)

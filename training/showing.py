@@ -22,8 +22,7 @@ def as_text(report: Mapping[str, Any]) -> str:
     """The report's tables."""
     out, how = io.StringIO(), report["settings"]
     shown = Console(file=out, width=WIDTH)
-    limits = f"greedy, at most {how['nodes']} drafted nodes a round and {how['new_tokens']} new tokens, {how['dtype']}"
-    shown.print(_lengths(report["results"], limits))
+    shown.print(_lengths(report["results"], limits_of(how)))
     shown.print(_depths(report["results"]))
     for row in report["gains"]:
         low, high = row["interval"]
@@ -33,6 +32,12 @@ def as_text(report: Mapping[str, Any]) -> str:
         shown.print(outcomes.table(speed["rows"], title))
     shown.print(_computed(report["computed"]))
     return out.getvalue()
+
+
+def limits_of(how: Mapping[str, Any]) -> str:
+    """How a report was measured, in words, from its settings."""
+    told = f"greedy, at most {how['nodes']} drafted nodes a round and {how['new_tokens']} new tokens, {how['dtype']}"
+    return told + (f", linear layers {how['linear']}" if how["linear"] else "")
 
 
 def _lengths(rows: Iterable[Mapping[str, Any]], limits: str) -> Table:

@@ -36,7 +36,7 @@ class SomeIds(nn.Module):
 
     def __init__(self, ids: Tensor, vocabulary: int, others: int) -> None:
         super().__init__()
-        place = torch.full((vocabulary + 1,), IGNORED, device=ids.device)  # IGNORED itself leads to the last one
+        place = torch.full((vocabulary + 1,), IGNORED, device=ids.device)  # the last one is that of IGNORED
         place[ids] = torch.arange(len(ids), device=ids.device)
         outside = (place[:-1] == IGNORED).nonzero().squeeze(1)
         self.others = others if len(outside) else 0
@@ -51,16 +51,18 @@ class SomeIds(nn.Module):
         drawn = torch.randint(len(self.outside), (self.others,), device=self.ids.device) if self.others else []
         return torch.cat([self.ids, self.outside[drawn]]) if self.others else self.ids
 
-    def logits(self, lm_head: Any, features: Tensor, drawn: Tensor) -> Tensor:
+    def logits(self, lm_head: Any, features: Tensor, drawn: Tensor, scale: float = 1.0) -> Tensor:
         """`(places, len(self) + 1)`: the last is an empty place, which no id leads to.
 
         Args:
             lm_head: a linear layer over the whole vocabulary.
             features: `(places, hidden)`.
             drawn: see `draw`.
+            scale: of what the layer says.
         """
         bias = None if lm_head.bias is None else lm_head.bias[drawn]
-        return pad(self.weighed(linear(features, lm_head.weight[drawn], bias)), (0, 1), value=LOWEST)
+        said = linear(features, lm_head.weight[drawn], bias) * scale
+        return pad(self.weighed(said), (0, 1), value=LOWEST)
 
     def weighed(self, logits: Tensor) -> Tensor:
         """`(places, len(self))` logits of what was drawn, where each of the others stands for so many of its kind."""
@@ -71,7 +73,7 @@ class SomeIds(nn.Module):
 
     def labels(self, labels: Tensor) -> Tensor:
         """Where labels are among the logits; `IGNORED` for those that are not."""
-        return self.place[labels]
+        return self.place[labels.where(labels != IGNORED, -1)]
 
     def teacher(self, teacher: Teacher) -> TopK:
         """A distribution by the places of its ids among the logits; all ids that are drawn are one class of it."""

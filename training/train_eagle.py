@@ -26,6 +26,8 @@ import runs
 import torch
 from eagle_beginning import begin_as_layer
 from eagle_training import EagleTraining, Recipe
+from fit import refuse_unfit
+from refusals import refuse_below, told_plainly
 from some_ids import occurrences
 from targets import load_target
 from torch import Tensor
@@ -75,22 +77,27 @@ class Arguments(runs.CommonArguments):
 
     def __post_init__(self) -> None:
         """Refuses what there is not."""
+        super().__post_init__()
         if self.method not in METHODS:
             raise ValueError(f"--method is one of {', '.join(METHODS)}, not {self.method}")
         if self.regression is None:
             self.regression = 10.0 if self.method == "eagle" else 0.0
+        refuse_below(self, 1, "num_layers")
+        refuse_below(self, 0, "draft_vocabulary")
 
 
 def main(arguments: Arguments, training_arguments: TrainingArguments) -> None:
     """Loads, trains, saves, measures."""
-    out = runs.begin(arguments, training_arguments)
-    target = load_target(arguments)
-    rows = load_rows(arguments)
-    data.refuse_unlabelled(rows, arguments.data, arguments.max_length)
+    with told_plainly():
+        out = runs.begin(arguments, training_arguments)
+        target = load_target(arguments)
+        rows = load_rows(arguments)
+        # A draft begins behind the first token of an answer, which the target says itself.
+        refuse_unfit(rows, arguments.data, target, arguments.max_length, in_a_row=2)
+        recipe = Recipe(arguments.drafted, arguments.decay, arguments.distillation, float(arguments.regression or 0))
+        ids = draft_vocabulary(arguments, target, rows["labels"], out / CHOSEN)
+        head = load_head(arguments, target, ids)
 
-    recipe = Recipe(arguments.drafted, arguments.decay, arguments.distillation, float(arguments.regression or 0))
-    ids = draft_vocabulary(arguments, target, rows["labels"], out / CHOSEN)
-    head = load_head(arguments, target, ids)
     module = EagleTraining(target, head, recipe, ids, data.stored(arguments.data)[0])
     collator = data.Collator(max_length=arguments.max_length)
     trainer = runs.DrafterTrainer(module, arguments, training_arguments, train_dataset=rows, data_collator=collator)

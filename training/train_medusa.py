@@ -23,7 +23,9 @@ import provenance
 import report
 import runs
 import torch
+from fit import refuse_unfit
 from medusa_training import MedusaTraining, Recipe
+from refusals import refuse_below, told_plainly
 from some_ids import frequent
 from targets import let_gradients_through, load_target, with_lora
 from torch import nn
@@ -76,24 +78,30 @@ class Arguments(runs.CommonArguments):
 
     def __post_init__(self) -> None:
         """Refuses what there is not."""
+        super().__post_init__()
         if self.lm_heads not in get_args(LMHeads):
             raise ValueError(f"--lm_heads is one of {', '.join(get_args(LMHeads))}, not {self.lm_heads}")
+        refuse_below(self, 1, "num_heads")
+        refuse_below(
+            self, 0, "num_layers", "vocabulary", "others", "lora_rank", "backbone_rate", "heads_warmup", "measured"
+        )
 
 
 def main(arguments: Arguments, training_arguments: TrainingArguments) -> None:
     """Loads, trains, saves, measures."""
-    out = runs.begin(arguments, training_arguments)
-    set_seed(training_arguments.seed)  # adapters begin with noise
-    target = load_target(arguments)
-    heads = load_heads(arguments, target)
-    rows = load_rows(arguments, columns_of(arguments, target))
-    data.refuse_unlabelled(rows, arguments.data, arguments.max_length)
+    with told_plainly():
+        out = runs.begin(arguments, training_arguments)
+        set_seed(training_arguments.seed)  # adapters begin with noise
+        target = load_target(arguments)
+        heads = load_heads(arguments, target)
+        rows = load_rows(arguments, columns_of(arguments, target))
+        refuse_unfit(rows, arguments.data, target, arguments.max_length)
+        recipe = Recipe(arguments.decay, arguments.distillation, arguments.heads_weight, arguments.others)
 
-    recipe = Recipe(arguments.decay, arguments.distillation, arguments.heads_weight, arguments.others)
-    ids = frequent(rows["labels"], arguments.vocabulary, target.config.get_text_config(decoder=True).vocab_size)
-    module = MedusaTraining(
-        with_adapter(arguments, target), heads, recipe, ids, stored_from(arguments.data, target) or 0
-    )
+    text = target.config.get_text_config(decoder=True)
+    ids = frequent(rows["labels"], arguments.vocabulary, text.vocab_size)
+    stored_from = data.last_layer_at(arguments.data, text) or 0
+    module = MedusaTraining(with_adapter(arguments, target), heads, recipe, ids, stored_from)
     collator = data.Collator(max_length=arguments.max_length)
     trainer = MedusaTrainer(module, arguments, training_arguments, train_dataset=rows, data_collator=collator)
     if not trainer.train_or_resume():
@@ -174,19 +182,14 @@ def columns_of(arguments: Arguments, target: PreTrainedModel) -> list[str]:
     columns = ["input_ids", "labels"]
     if not data.is_generated(arguments.data):
         return columns
-    if stored_from(arguments.data, target) is not None and not arguments.lora_rank:
+    if (
+        not arguments.lora_rank
+        and data.last_layer_at(arguments.data, target.config.get_text_config(decoder=True)) is not None
+    ):
         columns.append("hidden_states")
     if arguments.distillation:
         columns += [name for name in data.stored(arguments.data)[1] if name in ("top_ids", "top_logprobs")]
     return columns
-
-
-def stored_from(folder: str, target: PreTrainedModel) -> int | None:
-    """Where the last layer, which has two names, begins among stored states; None where it is not stored."""
-    text = target.config.get_text_config(decoder=True)
-    layers, _ = data.stored(folder)
-    places = [place for place, layer in enumerate(layers) if layer in (-1, text.num_hidden_layers)]
-    return places[0] * text.hidden_size if places else None
 
 
 def accuracies_of(target: PreTrainedModel, heads: MedusaHeads, arguments: Arguments) -> list[list[float]] | None:

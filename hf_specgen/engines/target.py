@@ -14,6 +14,9 @@ from hf_specgen.heads.checkpoint import Checkpoint
 from hf_specgen.heads.recorded import TargetRecord
 from hf_specgen.heads.said import lm_head_of
 
+# Model types whose embeddings are multiplied as they are looked up.
+SCALING = ("gemma3", "gemma4")
+
 
 @dataclass(frozen=True)
 class Target:
@@ -99,9 +102,14 @@ class Target:
         return self._read(("lm_head.weight", *(("embed_tokens.weight",) if tied else ())), why)
 
     def embeddings(self, why: str) -> Tensor:
-        """`(vocabulary, hidden)` of its input embeddings; see `lm_head`."""
+        """`(vocabulary, hidden)` of its input embeddings, scaled as it scales them; see `lm_head`."""
         if self.model is not None:
-            return _floats(self.model.get_input_embeddings().weight, why)
+            module: Any = self.model.get_input_embeddings()
+            _floats(module.weight, why)
+            with torch.no_grad():
+                return _floats(module(torch.arange(len(module.weight), device=module.weight.device)), why)
+        if self.config is not None and str(self._text().model_type).startswith(SCALING):
+            raise ValueError(f"{why}, and {self.name} scales its own: pass the loaded model as target=")
         return self._read(("embed_tokens.weight",), why)
 
     def _read(self, names: tuple[str, ...], why: str) -> Tensor:
