@@ -7,18 +7,18 @@ import json
 from pathlib import Path
 from typing import Any
 
-import data
 import distill_drafter
 import generating
 import heads
-import losses
 import pytest
 import tiny
 import torch
-from distill_training import DistillTraining, Recipe, refuse_unknown_head
-from on_policy import DistillTrainer, OnPolicy, answered
-from runs import DrafterTrainingArguments
-from siblings import keep_layers, spread
+from learning import losses
+from learning.distill import DistillTraining, Recipe, refuse_unknown_head
+from learning.on_policy import DistillTrainer, OnPolicy, answered
+from learning.siblings import keep_layers, spread
+from running.runs import DrafterTrainingArguments
+from texts import data
 from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import (
@@ -220,7 +220,7 @@ def test_in_parts_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     for more in ({}, stored):
         whole = gradients(module, {**batch, **more})
         with monkeypatch.context() as patch:
-            patch.setattr("chunks.HELD", 5 * tiny.VOCAB)
+            patch.setattr("learning.chunks.HELD", 5 * tiny.VOCAB)
             parts = gradients(module, {**batch, **more})
         for name, gradient in whole.items():
             torch.testing.assert_close(parts[name], gradient, rtol=1e-4, atol=1e-7)

@@ -10,9 +10,9 @@ import datasets
 import pytest
 import talking
 import tiny
-from chats import Turns
-from fit import refuse_another_target, refuse_malformed, refuse_unlabelled
-from refusals import at_least, refuse_below, told_plainly
+from running.refusals import at_least, refuse_below, told_plainly
+from texts.chats import Turns
+from texts.fit import refuse_another_target, refuse_malformed, refuse_unlabelled
 
 from hf_specgen.heads.recorded import TargetRecord
 

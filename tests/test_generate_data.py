@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import data
 import datasets
 import families
 import generate_data
@@ -18,12 +17,13 @@ import pytest
 import talking
 import tiny
 import torch
-from chats import Turns
-from decoding import Decoder, Drafted, Draw, Text, chosen
 from generate_data import Arguments
-from prompts import Given, Seen, usable
-from recording import record
 from talking import END, USER
+from texts import data
+from texts.chats import Turns
+from texts.decoding import Decoder, Drafted, Draw, Text, chosen
+from texts.prompts import Given, Seen, usable
+from texts.recording import record
 from transformers import HfArgumentParser
 
 import hf_specgen as sg

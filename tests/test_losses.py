@@ -6,10 +6,10 @@ import math
 from collections.abc import Callable
 from functools import partial
 
-import losses
 import pytest
 import torch
-from losses import TopK, acceptance, agreement, cross_entropy, divergence
+from learning import losses
+from learning.losses import TopK, acceptance, agreement, cross_entropy, divergence
 from torch import Tensor
 
 KINDS: dict[str, str | losses.Kind] = {

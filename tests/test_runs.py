@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs import (
+from running.runs import (
     COMPLETE,
     TRAINED,
     CommonArguments,
@@ -271,31 +271,15 @@ def launched(script, folder, *flags):
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-def compared_with_one(folder):
-    """What one process trains, whose weights those of two in `folder / "two"` must be."""
-    module = Line()
-    module.drafter[0].p = 0.0
-    one = trainer(folder / "one", module, per_device_train_batch_size=4, max_steps=4, save_steps=2, optim="sgd")
-    one.train_or_resume()
-    two = load_file(folder / "two" / "drafter.safetensors")
-    for name, tensor in one.whole("drafter").items():
-        torch.testing.assert_close(two[name], tensor, rtol=1e-4, atol=1e-7)
-    return one
-
-
 def test_two_processes_train_what_one_does(tmp_path):
     launched(TWO, tmp_path / "two", "--multi_gpu")
-    one = compared_with_one(tmp_path)
+    module = Line()
+    module.drafter[0].p = 0.0
+    one = trainer(tmp_path / "one", module, per_device_train_batch_size=4, max_steps=4, save_steps=2, optim="sgd")
+    one.train_or_resume()
+    two = load_file(tmp_path / "two" / "drafter.safetensors")
+    for name, tensor in one.whole("drafter").items():
+        torch.testing.assert_close(two[name], tensor, rtol=1e-4, atol=1e-7)
     written = json.loads((tmp_path / "two" / "losses").read_text())
     assert written == pytest.approx([loss for _, loss, _ in losses(one)], rel=1e-4)
     assert (tmp_path / "two" / "checkpoint-4" / COMPLETE).is_file()
-
-
-SHARDED = TWO.replace('optim="sgd"', 'optim="sgd", fsdp=True, fsdp_config={"version": 2}')
-
-
-@pytest.mark.slow
-def test_what_is_sharded_is_gathered_before_it_is_saved(tmp_path):
-    """Report 122."""
-    launched(SHARDED, tmp_path / "two", "--multi_gpu")
-    compared_with_one(tmp_path)

@@ -7,18 +7,18 @@ import logging
 from pathlib import Path
 from typing import Any
 
-import data
-import eagle_beginning
 import pytest
-import runs
 import tiny
 import torch
 import train_eagle
-from eagle_beginning import begin_as_layer
-from eagle_training import EagleTraining, Recipe
-from eagle_unroll import unroll
 from heads import BATCH, VOCAB, babble, batch_of, speaker
-from losses import IGNORED
+from learning import beginning as eagle_beginning
+from learning.beginning import begin_as_layer
+from learning.eagle import EagleTraining, Recipe
+from learning.losses import IGNORED
+from learning.unroll import unroll
+from running import runs
+from texts import data
 from torch import Tensor, nn
 from torch.nn.functional import smooth_l1_loss
 from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel, LlamaForCausalLM

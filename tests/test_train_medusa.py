@@ -11,17 +11,17 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import data
 import peft
 import pytest
-import runs
 import tiny
 import tokenizers
 import torch
 import train_medusa
 from heads import BATCH, VOCAB, babble, batch_of, speaker
-from losses import IGNORED
-from medusa_training import MedusaTraining, Recipe
+from learning.losses import IGNORED
+from learning.medusa import MedusaTraining, Recipe
+from running import runs
+from texts import data
 from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast, TrainerCallback
 
@@ -183,7 +183,7 @@ def test_accumulated_batches_count_as_one(lora, share):
 def test_parts_of_many_logits_add_up_to_the_whole(monkeypatch):
     results = []
     for held in (2**26, 3 * VOCAB):
-        monkeypatch.setattr("chunks.HELD", held)
+        monkeypatch.setattr("learning.chunks.HELD", held)
         target = small()
         training = MedusaTraining(target, fresh(target), Recipe(distillation=0.3))
         report = training(**batch_of(*BATCH))

@@ -6,15 +6,15 @@ import json
 from pathlib import Path
 from typing import Any
 
-import data
 import datasets
 import numpy as np
 import pytest
 import talking
 import tiny
 import torch
-from chats import Turns
 from talking import ASSISTANT, CHAT, END, USER
+from texts import data
+from texts.chats import Turns
 
 TAGGED = (
     "{% for m in messages %}<{{ m['role'] }}>{% if m['role'] == 'assistant' %}"

@@ -13,17 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import card
-import computed
 import heads
-import measuring
-import provenance
 import pyarrow
 import pyarrow.parquet
 import pytest
 import report
 import tiny
 import torch
-from positions import Counts, Noting, count, interval, pooled, quartiles
+from measures import computed, measuring
+from measures.positions import Counts, Noting, count, interval, pooled, quartiles
+from running import provenance
 from test_cli import tokenizer  # noqa: F401
 from transformers import TrainingArguments
 

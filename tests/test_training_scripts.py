@@ -15,23 +15,22 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import data
 import datasets
 import distill_drafter
 import generate_data
 import pytest
 import report
-import runs
 import talking
 import torch
 import train_eagle
 import train_medusa
 from accelerate.commands.launch import launch_command_parser
-from chats import IGNORED
+from running import runs
 from safetensors.torch import load_file
 from talking import ASSISTANT, END, USER
+from texts import data
+from texts.chats import IGNORED
 from torch import Tensor
-from torch.distributed.run import get_args_parser
 from transformers import AutoModelForCausalLM, HfArgumentParser
 
 import hf_specgen as sg
@@ -204,7 +203,6 @@ def test_two_processes_train_what_one_does_and_one_of_them_writes(home, tmp_path
 BY_LAYERS = [
     *("--use_fsdp", "--fsdp_version", "2", "--fsdp_cpu_ram_efficient_loading", "false"),
     *("--fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP"),
-    *("--fsdp_transformer_layer_cls_to_wrap", "LlamaDecoderLayer"),
 ]
 
 
@@ -267,7 +265,6 @@ def test_a_training_that_was_stopped_twice_is_an_unbroken_one(home, tmp_path, mo
 # Who reads the flags of a command: a launcher, or a script.
 READERS: dict[str, Callable[[], ArgumentParser]] = {
     "accelerate launch": launch_command_parser,
-    "torchrun": get_args_parser,
     "generate_data": lambda: HfArgumentParser(generate_data.Arguments),
     "report": report.parser,
     **{
@@ -279,7 +276,7 @@ READERS: dict[str, Callable[[], ArgumentParser]] = {
 
 def test_the_flags_of_the_guide_are_those_of_launchers_and_scripts():
     text = (ROOT / "docs" / "training.md").read_text(encoding="utf-8").replace("\\\n", " ")
-    called = re.findall(r"^(python|accelerate launch|torchrun) (.*)training/(\w+)\.py(.*)$", text, re.MULTILINE)
+    called = re.findall(r"^(python|accelerate launch) (.*)training/(\w+)\.py(.*)$", text, re.MULTILINE)
     assert {name for launcher, _, script, _ in called for name in (launcher, script)} > READERS.keys()
     for launcher, before, script, behind in called:
         for reader, words in (launcher, before), (script, behind):

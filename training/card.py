@@ -14,9 +14,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import provenance
 from huggingface_hub import ModelCardData
-from showing import limits_of
+from measures.showing import limits_of
+from running import provenance
 
 from hf_specgen.files import write_whole
 from hf_specgen.heads.eagle import EagleConfig

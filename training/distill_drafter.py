@@ -18,18 +18,17 @@ from pathlib import Path
 from typing import Any, cast
 
 import card
-import data
-import provenance
 import report
-import runs
 import torch
-from distill_training import DistillTraining, Recipe, refuse_unknown_head
-from fit import refuse_unfit
-from on_policy import DistillTrainer, OnPolicy
-from refusals import refuse_below, told_plainly
-from siblings import keep_layers, spread
-from some_ids import frequent
-from targets import load_target, with_lora
+from learning.distill import DistillTraining, Recipe, refuse_unknown_head
+from learning.on_policy import DistillTrainer, OnPolicy
+from learning.siblings import keep_layers, spread
+from learning.some_ids import frequent
+from running import provenance, runs
+from running.refusals import refuse_below, told_plainly
+from running.targets import load_target, whole_target, with_lora
+from texts import data
+from texts.fit import refuse_unfit
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
@@ -116,6 +115,7 @@ def main(arguments: Arguments, training_arguments: TrainingArguments) -> None:
         drafter = AutoModelForCausalLM.from_pretrained(before, dtype=torch.float32)
         drafter.load_state_dict(state)
     save(cast(Any, drafter).to(dtype=runs.saved_as(arguments, target)), tokenizer, out)
+    target = whole_target(arguments, target, trainer.sharded)
     provenance.write(out, target, arguments, training_arguments, {"steps": trainer.state.global_step})
     card.write(out)
     if arguments.report:

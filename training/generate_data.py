@@ -18,15 +18,15 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-import data
 import datasets
-import provenance
 import torch
-from chats import IGNORED, Turns
-from decoding import Decoder, Drafted, Draw, Text
-from prompts import Chat, Drawing, Given, MadeUp, Prompts, Seen
-from recording import record
-from refusals import refuse_below, told_plainly
+from running import provenance
+from running.refusals import refuse_below, told_plainly
+from texts import data
+from texts.chats import IGNORED, Turns
+from texts.decoding import Decoder, Drafted, Draw, Text
+from texts.prompts import Chat, Drawing, Given, MadeUp, Prompts, Seen
+from texts.recording import record
 from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser, PreTrainedModel
 

@@ -23,11 +23,9 @@ from pathlib import Path
 from typing import Any
 
 import card
-import computed
-import data
-import provenance
 import torch
-from measuring import (
+from measures import computed
+from measures.measuring import (
     AFTER,
     BEFORE,
     Counting,
@@ -40,12 +38,14 @@ from measuring import (
     limited,
     untrained,
 )
-from measuring import FRESH as FRESH  # for the trainings
-from positions import Counts, interval, pooled, quartiles
-from refusals import at_least, told_plainly
+from measures.measuring import FRESH as FRESH  # for the trainings
+from measures.positions import Counts, interval, pooled, quartiles
+from measures.showing import as_text, draw
 from rich.progress import Progress
-from runs import CommonArguments
-from showing import as_text, draw
+from running import provenance
+from running.refusals import at_least, told_plainly
+from running.runs import CommonArguments
+from texts import data
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import hf_specgen as sg

@@ -18,18 +18,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import card
-import data
 import datasets
-import provenance
 import report
-import runs
 import torch
-from eagle_beginning import begin_as_layer
-from eagle_training import EagleTraining, Recipe
-from fit import refuse_unfit
-from refusals import refuse_below, told_plainly
-from some_ids import occurrences
-from targets import load_target
+from learning.beginning import begin_as_layer
+from learning.eagle import EagleTraining, Recipe
+from learning.some_ids import occurrences
+from running import provenance, runs
+from running.refusals import refuse_below, told_plainly
+from running.targets import load_target, whole_target
+from texts import data
+from texts.fit import refuse_unfit
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel, TrainingArguments
 
@@ -110,6 +109,7 @@ def main(arguments: Arguments, training_arguments: TrainingArguments) -> None:
     head = EagleHead(head.config)
     head.load_state_dict(state)
     head.to(dtype=runs.saved_as(arguments, target)).save_pretrained(out)  # type: ignore[call-arg]
+    target = whole_target(arguments, target, trainer.sharded)
     provenance.write(out, target, arguments, training_arguments, {"steps": trainer.state.global_step})
     card.write(out)
     if arguments.report:

@@ -17,17 +17,16 @@ from pathlib import Path
 from typing import Any, cast, get_args
 
 import card
-import data
 import datasets
-import provenance
 import report
-import runs
 import torch
-from fit import refuse_unfit
-from medusa_training import MedusaTraining, Recipe
-from refusals import refuse_below, told_plainly
-from some_ids import frequent
-from targets import let_gradients_through, load_target, with_lora
+from learning.medusa import MedusaTraining, Recipe
+from learning.some_ids import frequent
+from running import provenance, runs
+from running.refusals import refuse_below, told_plainly
+from running.targets import let_gradients_through, load_target, whole_target, with_lora
+from texts import data
+from texts.fit import refuse_unfit
 from torch import nn
 from transformers import (
     AutoTokenizer,
@@ -116,8 +115,8 @@ def main(arguments: Arguments, training_arguments: TrainingArguments) -> None:
     if adapter is not None:
         module.target.save_pretrained(out / ADAPTER, state_dict=adapter)  # type: ignore[operator]
         target, saved_for = merge(arguments, out), str(out / MERGED)
-    elif trainer.sharded:
-        target = load_target(arguments)
+    else:
+        target = whole_target(arguments, target, trainer.sharded)
     heads.config.target = TargetRecord.of(target).to_dict()
     heads.to(device=target.device)  # type: ignore[call-arg]
     heads.config.accuracies = accuracies_of(target, heads, arguments)
@@ -193,8 +192,11 @@ def columns_of(arguments: Arguments, target: PreTrainedModel) -> list[str]:
 
 
 def accuracies_of(target: PreTrainedModel, heads: MedusaHeads, arguments: Arguments) -> list[list[float]] | None:
-    """How often each head's guesses are right on held-out texts, by which trees are built; None without such texts."""
-    rows = load_rows(arguments, ["input_ids", "labels"], held_out=True)
+    """How often each head's guesses are right on held-out texts, by which trees are built; None without such texts.
+
+    They are others than those that a report measures on.
+    """
+    rows, _ = data.halves(load_rows(arguments, ["input_ids", "labels"], held_out=True))
     texts, prompts = [], []
     for row in islice(rows, arguments.measured):
         places = (row["labels"][: arguments.max_length] >= 0).nonzero().flatten()

@@ -7,10 +7,7 @@ from functools import partial
 from typing import Any, cast
 
 import torch
-from chunks import in_chunks
-from losses import DIVERGENCES, IGNORED, Kind, Teacher, TopK, agreement, divergence, jsd, mean
-from runs import DrafterTraining
-from some_ids import SomeIds
+from running.runs import DrafterTraining
 from torch import Tensor, nn
 from torch.nn.functional import linear
 from transformers import PreTrainedModel
@@ -18,6 +15,9 @@ from transformers import PreTrainedModel
 from hf_specgen.drafters.fitting import lent
 from hf_specgen.drafters.scoring import target_logits
 from hf_specgen.prompt import generative
+from learning.chunks import in_chunks
+from learning.losses import DIVERGENCES, IGNORED, Kind, Teacher, TopK, agreement, divergence, jsd, mean
+from learning.some_ids import SomeIds
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,8 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-from eagle_unroll import Step, unroll
-from losses import IGNORED, LOWEST, cross_entropy, divergence, mean
-from runs import DrafterTraining
-from targets import hidden_states
+from running.runs import DrafterTraining
+from running.targets import hidden_states
 from torch import Tensor, nn
 from torch.nn.functional import smooth_l1_loss
 from torch.utils.checkpoint import checkpoint
@@ -21,6 +19,8 @@ from hf_specgen.drafters.scoring import target_logits
 from hf_specgen.heads.eagle import EagleHead
 from hf_specgen.heads.said import copy_lm_head, lm_head_of
 from hf_specgen.prompt import generative
+from learning.losses import IGNORED, LOWEST, cross_entropy, divergence, mean
+from learning.unroll import Step, unroll
 
 logger = logging.getLogger(__name__)
 

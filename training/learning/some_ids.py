@@ -14,9 +14,10 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from losses import IGNORED, LOWEST, Teacher, TopK
 from torch import Tensor, nn
 from torch.nn.functional import linear, pad
+
+from learning.losses import IGNORED, LOWEST, Teacher, TopK
 
 logger = logging.getLogger(__name__)
 

@@ -9,17 +9,17 @@ from functools import partial
 from typing import Any, cast
 
 import torch
-from chunks import in_chunks
-from losses import IGNORED, Teacher, TopK, cross_entropy, divergence
-from runs import DrafterTraining
-from some_ids import SomeIds
-from targets import hidden_states
+from running.runs import DrafterTraining
+from running.targets import hidden_states
 from torch import Tensor, nn
 
 from hf_specgen.drafters.fitting import lent
 from hf_specgen.drafters.scoring import target_logits
 from hf_specgen.heads.medusa import MedusaHeads
 from hf_specgen.prompt import generative
+from learning.chunks import in_chunks
+from learning.losses import IGNORED, Teacher, TopK, cross_entropy, divergence
+from learning.some_ids import SomeIds
 
 logger = logging.getLogger(__name__)
 

@@ -6,11 +6,11 @@ import inspect
 from typing import Any, cast
 
 import torch
-from runs import CommonArguments
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
 
 from hf_specgen.prompt import generative
+from running.runs import CommonArguments
 
 NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
 
@@ -33,6 +33,11 @@ def load_target(arguments: CommonArguments, quantize: bool = True) -> PreTrained
         arguments.target, revision=arguments.revision or "main", dtype=arguments.dtype, **kwargs
     )
     return model.requires_grad_(False)
+
+
+def whole_target(arguments: CommonArguments, target: PreTrainedModel, sharded: bool) -> PreTrainedModel:
+    """The model with all its weights here: loaded again where those in training lie in pieces on several ranks."""
+    return load_target(arguments) if sharded else target
 
 
 def let_gradients_through(model: PreTrainedModel) -> PreTrainedModel:

@@ -8,11 +8,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from measuring import AFTER, BEFORE
 from rich.console import Console
 from rich.table import Table
 
 from hf_specgen.bench import outcomes
+from measures.measuring import AFTER, BEFORE
 
 WIDTH = 150
 COLOURS = {BEFORE: "0.6", AFTER: "#238b45"}

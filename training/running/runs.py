@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from refusals import refuse_below
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.utils.data import Sampler
 from transformers import (
     HfArgumentParser,
     PreTrainedModel,
@@ -30,9 +30,13 @@ from transformers import (
     TrainingArguments,
     set_seed,
 )
+from transformers.integrations import is_deepspeed_zero3_enabled
+from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import SaveStrategy
 
 from hf_specgen.files import write_whole
+from hf_specgen.prompt import generative
+from running.refusals import refuse_below
 
 logger = logging.getLogger(__name__)
 
@@ -121,7 +125,10 @@ def begin(arguments: CommonArguments, training: TrainingArguments) -> Path:
 
     Raises:
         SystemExit: it holds another training's checkpoints, or one's that began with other arguments.
+        ValueError: weights would be in pieces where the losses read some of their rows.
     """
+    if is_deepspeed_zero3_enabled():
+        raise ValueError("DeepSpeed's stage 3 hides the rows of an LM head that losses read: take stage 2, or FSDP")
     folder = Path(str(training.output_dir))
     asked = {name: value for name, value in asdict(arguments).items() if name not in MAY_CHANGE}
     if goes_on_from(folder, arguments.resume) is None:
@@ -150,6 +157,8 @@ class DrafterTraining(nn.Module):
     def __init__(self, target: PreTrainedModel | nn.Module) -> None:
         super().__init__()
         self.target = target
+        # What FSDP shards as one: the layers, so that not all weights are on each rank at once.
+        self._no_split_modules = generative(target)._no_split_modules
 
     def train(self, mode: bool = True) -> DrafterTraining:
         """Puts what learns into training mode; a frozen target has no dropout to make its states noisy."""
@@ -231,6 +240,13 @@ class DrafterTrainer(Trainer):
         """Weights lie in pieces on several ranks, so that a pass of one rank alone would wait for ever."""
         return bool(self.is_fsdp_enabled or self.is_deepspeed_enabled)
 
+    def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int] | None:
+        """Trainer's own; rows of about one length come together in an order that a resumed training finds again."""
+        sampler: Sampler[int] | None = super()._get_train_sampler(train_dataset)
+        if isinstance(sampler, LengthGroupedSampler):
+            return ByLength(sampler.batch_size, lengths=sampler.lengths, seed=self.args.data_seed or self.args.seed)
+        return sampler
+
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
@@ -294,6 +310,19 @@ class DrafterTrainer(Trainer):
         with torch.no_grad():
             for name, parameter in parameters.items():
                 parameter.copy_(saved[name])
+
+
+class ByLength(LengthGroupedSampler):  # type: ignore[misc]
+    """Trainer's own, but that its order follows from seed and epoch: the global generator's state would be another."""
+
+    def __init__(self, batch_size: int, lengths: list[int], seed: int) -> None:
+        super().__init__(batch_size, lengths=lengths)
+        self.seed = seed
+        self.set_epoch(0)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Called before each epoch."""
+        self.generator = torch.Generator().manual_seed(self.seed + epoch)
 
 
 class LogsAtEpochs(TrainerCallback):

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-from losses import IGNORED
-from runs import CommonArguments, DrafterTrainer
+from running.runs import CommonArguments, DrafterTrainer
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel, TrainingArguments
 
 import hf_specgen as sg
 from hf_specgen.prompt import generative
+from learning.losses import IGNORED
 
 Batch = dict[str, Tensor]
 

@@ -28,11 +28,11 @@ from typing import Any
 import datasets
 import pyarrow.parquet
 import torch
-from chats import IGNORED, Message, Turns
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from hf_specgen.files import write_whole
+from texts.chats import IGNORED, Message, Turns
 
 INFO = "data.json"
 # Of a thousand questions, those that are held out of training.
@@ -142,6 +142,14 @@ def load(
     if columns is not None:
         rows = rows.select_columns(list(columns))
     return rows.with_format("torch")
+
+
+def halves(rows: datasets.Dataset) -> tuple[datasets.Dataset, datasets.Dataset]:
+    """Held-out rows in turn: those by which something is still decided, and those that reports measure on.
+
+    What decided anything, such as the shape of Medusa's trees, would flatter the report. A single row is the report's.
+    """
+    return rows.select(range(1, len(rows), 2)), rows.select(range(0, len(rows), 2))
 
 
 def stored(source: str | Path) -> tuple[list[int], list[str]]:

@@ -8,9 +8,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-import data
-from chats import Message, Turns
-from decoding import Decoder, Draw
+from texts import data
+from texts.chats import Message, Turns
+from texts.decoding import Decoder, Draw
 
 Chat = list[Message]
 # Of the draws of a part; 1 are its answers.

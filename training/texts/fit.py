@@ -5,14 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import data
 import datasets
 import torch
-from chats import IGNORED
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_specgen.heads.recorded import TURNED, TargetRecord, distance
+from texts import data
+from texts.chats import IGNORED
 
 # Columns that only the target itself can have filled.
 ITS_OWN = ("hidden_states", "top_ids", "top_logprobs")

@@ -6,9 +6,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from decoding import Text, chosen
 from torch import Tensor
 from transformers import PreTrainedModel
+
+from texts.decoding import Text, chosen
 
 # Tokens of a pass, padding included.
 TOKENS = 2048

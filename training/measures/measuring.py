@@ -8,10 +8,9 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import data
 import torch
-from eagle_beginning import begin_as_layer
-from positions import count
+from learning.beginning import begin_as_layer
+from texts import data
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -23,6 +22,7 @@ from hf_specgen.bench.outcomes import Compared
 from hf_specgen.bench.questions import Question, pick
 from hf_specgen.bench.table import PLAIN
 from hf_specgen.cli import encode
+from measures.positions import count
 
 HELD_OUT = "held-out prompts"
 BEFORE, AFTER = "before", "after"
@@ -58,7 +58,7 @@ class Prompt:
 
 
 def held_out(source: str, number: int, tokenizer: Any = None) -> list[Prompt]:
-    """Prompts of held-out rows, spread evenly over them: of each row what comes before its first label.
+    """Prompts of held-out rows, of one half of them and spread evenly over it: of each what precedes its first label.
 
     Args:
         source: as in `data.load`.
@@ -68,7 +68,7 @@ def held_out(source: str, number: int, tokenizer: Any = None) -> list[Prompt]:
     Raises:
         ValueError: no held-out row has a prompt and a label.
     """
-    rows = data.load(source, held_out=True, columns=["input_ids", "labels"], tokenizer=tokenizer)
+    _, rows = data.halves(data.load(source, held_out=True, columns=["input_ids", "labels"], tokenizer=tokenizer))
     prompts = dict.fromkeys(filter(None, map(_prompt_of, rows)))
     if not prompts:
         raise ValueError(f"no held-out row of {source} has a prompt with an answer; name questions instead")

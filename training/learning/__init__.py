@@ -1,0 +1,1 @@
+"""From a batch to a loss, for each kind of drafter."""
