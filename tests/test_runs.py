@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from running import runs
 from running.runs import (
     COMPLETE,
     TRAINED,
@@ -144,6 +145,14 @@ def test_what_began_with_other_arguments_is_not_resumed(tmp_path):
     assert begin(again, run.args) == tmp_path
     with pytest.raises(SystemExit, match="begun with --target t, not u"):
         begin(replace(again, target="u"), run.args)
+
+
+def test_weights_in_pieces_are_refused_where_rows_of_them_are_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(runs, "is_deepspeed_zero3_enabled", lambda: True)
+    training = DrafterTrainingArguments(output_dir=str(tmp_path / "out"), use_cpu=True)
+    with pytest.raises(ValueError, match="take stage 2, or FSDP"):
+        runs.begin(CommonArguments(target="t", data="d"), training)
+    assert not (tmp_path / "out").exists()
 
 
 def test_what_trained_other_tensors_is_not_resumed(tmp_path):

@@ -231,6 +231,13 @@ def test_files_that_hold_nothing_or_no_rows_are_refused(tmp_path: Path) -> None:
         data.load(file)
 
 
+def test_held_out_rows_are_decided_by_or_reported_on_and_never_both() -> None:
+    for count in (0, 1, 2, 5):
+        deciding, reported = data.halves(datasets.Dataset.from_dict({"row": list(range(count))}))
+        assert sorted([*deciding["row"], *reported["row"]]) == list(range(count))
+        assert 0 <= len(reported) - len(deciding) <= 1
+
+
 def test_the_last_layer_is_found_by_both_of_its_names(folder: Path, tmp_path: Path) -> None:
     config, info = tiny.llama(num_hidden_layers=4).config, data.read_info(folder)
     for layers, found in (([0, -1], 1), ([4, 2], 0), ([0, 2], None)):

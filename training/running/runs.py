@@ -35,7 +35,6 @@ from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import SaveStrategy
 
 from hf_specgen.files import write_whole
-from hf_specgen.prompt import generative
 from running.refusals import refuse_below
 
 logger = logging.getLogger(__name__)
@@ -158,7 +157,8 @@ class DrafterTraining(nn.Module):
         super().__init__()
         self.target = target
         # What FSDP shards as one: the layers, so that not all weights are on each rank at once.
-        self._no_split_modules = generative(target)._no_split_modules
+        models = [part for part in target.modules() if isinstance(part, PreTrainedModel)]
+        self._no_split_modules = sorted({name for model in models for name in model._no_split_modules or ()})
 
     def train(self, mode: bool = True) -> DrafterTraining:
         """Puts what learns into training mode; a frozen target has no dropout to make its states noisy."""
