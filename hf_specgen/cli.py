@@ -156,9 +156,7 @@ def export(
     out: Annotated[str, typer.Option(help="The folder to write.")],
     target: Annotated[str | None, typer.Option(help="Path or hub id of the target, unless heads remember it.")] = None,
     num_speculative_tokens: Annotated[int | None, typer.Option(min=1, help="How deep the engine is to draft.")] = None,
-    dtype: Annotated[
-        str | None, typer.Option(help="float32, float16 or bfloat16; else as it is.")
-    ] = None,
+    dtype: Annotated[str | None, typer.Option(help="float32, float16 or bfloat16; else as it is.")] = None,
 ) -> None:
     """Writes a drafter as another engine loads it, and prints the command and the config that start it."""
     given = parse_assistant(drafter) if drafter.startswith("{") else drafter
