@@ -291,11 +291,11 @@ def test_the_flags_of_the_guide_are_those_of_launchers_and_scripts():
 def test_three_commands_lead_from_no_data_to_a_drafter_that_is_better_than_a_fresh_one(tmp_path):
     target, made, out = talking.saved(tmp_path / "target"), tmp_path / "data", tmp_path / "heads"
     cache = {"HF_DATASETS_CACHE": str(tmp_path / "cache")}
-    limits = "--tokens 3000 --rows 64 --max_prompt_tokens 12 --max_new_tokens 24 --hidden_layers -1"
+    limits = "--tokens 12000 --rows 128 --max_prompt_tokens 12 --max_new_tokens 24 --hidden_layers -1"
     script = [sys.executable, str(ROOT / "training" / "generate_data.py")]
     process([*script, "--target", target, "--out", str(made), *limits.split()], **cache)
     words = f"--target {target} --data {made} --output_dir {out} --num_train_epochs 20 --warmup_steps 5"
-    words += " --use_cpu --report_to none"
+    words += " --learning_rate 0.01 --use_cpu --report_to none"
     process([sys.executable, str(ROOT / "training" / "train_medusa.py"), *words.split()], **cache)
 
     files = ("model.safetensors", "provenance.json", "report.json", "report.txt", "report.png", "README.md")
