@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,8 @@ import datasets
 import pytest
 import talking
 import tiny
+import torch
+from running import provenance
 from running.refusals import at_least, refuse_below, told_plainly
 from texts.chats import Turns
 from texts.fit import refuse_another_target, refuse_malformed, refuse_unlabelled
@@ -75,6 +78,13 @@ def test_states_of_another_model_are_refused_and_its_texts_are_not(column: str) 
     with pytest.raises(ValueError, match=f"of {tiny.VOCAB + 8} token ids, and the target has {tiny.VOCAB}"):
         look(tiny.llama(vocab_size=tiny.VOCAB + 8))
     refuse_another_target({}, "x", target, [*texts, column])  # it does not say
+    info = {"mark": provenance.mark_of(target)}
+    refuse_another_target(info, "x", target, [*texts, column])
+    refuse_another_target(info, "x", copy.deepcopy(target).to(torch.bfloat16), [*texts, column])
+    with torch.no_grad():
+        target.model.layers[0].mlp.up_proj.weight.mul_(1.1)  # trained further
+    with pytest.raises(ValueError, match="the target is another model"):
+        refuse_another_target(info, "x", target, [*texts, column])
 
 
 def test_what_cannot_be_taken_is_told_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,7 @@ from texts.chats import Turns
 from texts.decoding import Decoder, Drafted, Draw, Text, chosen
 from texts.prompts import Given, Seen, usable
 from texts.recording import record
-from transformers import HfArgumentParser
+from transformers import GenerationConfig, HfArgumentParser
 
 import hf_specgen as sg
 
@@ -234,7 +234,7 @@ def test_prompts_from_before_a_stop_are_not_asked_again(tmp_path: Path, monkeypa
     monkeypatch.setattr(data, "seed_of", lambda *numbers: 0)  # every part makes up the same
     model = talking.saved(tmp_path / "target")
     generate_data.main(arguments(model, tmp_path / "data", tokens=1))
-    with pytest.raises(ValueError, match="none of 24 prompts that the target made up is usable and new"):
+    with pytest.raises(ValueError, match="none of 4 times 24 prompts that the target made up is usable and new"):
         generate_data.main(arguments(model, tmp_path / "data", tokens=10_000))
     assert len(data.parts(tmp_path / "data")) == 1
 
@@ -301,6 +301,42 @@ def test_a_drafter_makes_the_same_data(tmp_path: Path) -> None:
     assert same(rows_of(tmp_path / "plain"), rows_of(tmp_path / "drafted"))
 
 
+def test_a_models_own_generation_config_bends_no_answer(tmp_path: Path) -> None:
+    model, file = talking.saved(tmp_path / "target"), tmp_path / "prompts.jsonl"
+    bent = GenerationConfig(repetition_penalty=1.5, no_repeat_ngram_size=2, eos_token_id=END)
+    bent.save_pretrained(model)
+    file.write_text("".join(json.dumps({"prompt": f"w{n} w{n + 1} w{n + 2} w3"}) + "\n" for n in range(6)))
+    for name, assistant in (("plain", None), ("drafted", "auto")):
+        generate_data.main(arguments(model, tmp_path / name, prompts=str(file), rows=3, assistant=assistant))
+    assert same(rows_of(tmp_path / "plain"), rows_of(tmp_path / "drafted"))
+
+
+def test_prompts_that_changed_before_those_asked_are_refused(tmp_path: Path) -> None:
+    model, file = talking.saved(tmp_path / "target"), tmp_path / "prompts.jsonl"
+    lines = [json.dumps({"prompt": f"w{n} w{n + 7} w{2 * n} w{n + 3}"}) + "\n" for n in range(8)]
+    file.write_text("".join(lines[2:5]))
+    generate_data.main(arguments(model, tmp_path / "data", prompts=str(file), rows=3))
+    file.write_text("".join(lines))
+    with pytest.raises(ValueError, match="no longer begins with what was asked"):
+        generate_data.main(arguments(model, tmp_path / "data", prompts=str(file), rows=3))
+    file.write_text("".join([*lines[2:], *lines[:2]]))  # behind them there may be more
+    generate_data.main(arguments(model, tmp_path / "data", prompts=str(file), rows=3))
+    assert len(rows_of(tmp_path / "data")) == 8
+
+
+def test_a_model_that_was_trained_further_is_another_one(tmp_path: Path) -> None:
+    """Its embeddings are what they were, and so is the fingerprint that heads remember."""
+    model = talking.saved(tmp_path / "target")
+    generate_data.main(arguments(model, tmp_path / "data", tokens=1))
+    further = talking.speaker()
+    with torch.no_grad():
+        further.model.layers[0].mlp.up_proj.weight.mul_(1.1)
+    further.save_pretrained(tmp_path / "further")
+    talking.words().save_pretrained(tmp_path / "further")
+    with pytest.raises(ValueError, match="another target"):
+        generate_data.main(arguments(str(tmp_path / "further"), tmp_path / "data", tokens=1))
+
+
 def test_the_command_line_takes_layers_by_number_and_by_name() -> None:
     parser = HfArgumentParser(Arguments)
     (own,) = parser.parse_args_into_dataclasses(
@@ -326,7 +362,7 @@ def test_what_cannot_be_done_is_refused(tmp_path: Path) -> None:
         generate_data.main(arguments(model, out, hidden_layers=["7"], tokens=1))
     with pytest.raises(ValueError, match="no chat template"):
         generate_data.main(arguments(talking.saved(tmp_path / "mute", template=None), out, tokens=1))
-    with pytest.raises(ValueError, match="none of 1 prompts"):
+    with pytest.raises(ValueError, match="none of 4 times 1 prompts"):
         generate_data.main(arguments(model, out, rows=1, max_prompt_tokens=1, tokens=1))
     generate_data.main(arguments(model, out, tokens=1))  # what began with no part binds nobody
     with pytest.raises(ValueError, match="was begun with --max_new_tokens 12, not 13"):

@@ -145,6 +145,17 @@ def test_what_began_with_other_arguments_is_not_resumed(tmp_path):
     assert begin(again, run.args) == tmp_path
     with pytest.raises(SystemExit, match="begun with --target t, not u"):
         begin(replace(again, target="u"), run.args)
+    for name, value in ("learning_rate", 0.5), ("per_device_train_batch_size", 8), ("seed", 1):
+        with pytest.raises(SystemExit, match="was begun with --"):
+            begin(again, replace(run.args, **{name: value}))
+    halved = replace(run.args, per_device_train_batch_size=2, gradient_accumulation_steps=2)
+    assert begin(again, halved) == tmp_path
+
+
+def test_what_is_read_is_not_written_over(tmp_path):
+    run = trainer(tmp_path / "out")
+    with pytest.raises(ValueError, match="is what --target is"):
+        begin(replace(run.arguments, target=f"{tmp_path}/x/../out"), run.args)
 
 
 def test_weights_in_pieces_are_refused_where_rows_of_them_are_read(tmp_path, monkeypatch):
@@ -226,6 +237,9 @@ def test_tensors_that_are_empty_or_not_finite_are_not_saved(tmp_path):
         ([], "--output_dir is needed"),
         (["--output_dir", "o", "--save_steps", "15"], "no multiple of logging_steps 10"),
         (["--output_dir", "o", "--save_total_limit", "1"], "use 2"),
+        (["--output_dir", "o", "--save_only_model", "True"], "no --save_only_model"),
+        (["--output_dir", "o", "--logging_strategy", "epoch"], "--logging_strategy steps"),
+        (["--output_dir", "o", "--eval_strategy", "steps"], "no --eval_strategy"),
         (["--output_dir", "o", "--max_length", "-5"], "--max_length must be 2 or more"),
         (["--output_dir", "o", "--quantize", "2bit"], "choose from '4bit', '8bit'"),
         (["--output_dir", "o", "--save_dtype", "int8"], "choose from 'float32', 'bfloat16', 'float16'"),

@@ -147,7 +147,7 @@ def test_a_folder_is_read_as_it_was_written(folder: Path) -> None:
 
 
 def test_a_side_may_be_empty(tmp_path: Path) -> None:
-    data.write_info(tmp_path / "data", {})
+    data.write_info(tmp_path / "data", {"hidden_layers": []})
     data.write_part(tmp_path / "data", 0, [row("question 1")])
     assert [len(data.load(tmp_path / "data", held_out=side)) for side in (False, True)] == [1, 0]
 
@@ -163,7 +163,7 @@ def test_a_part_that_was_cut_off_is_left_out_and_a_lost_one_is_missed(folder: Pa
 def test_what_is_no_folder_of_data_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"no data\.json"):
         data.read_info(tmp_path)
-    data.write_info(tmp_path / "begun", {})
+    data.write_info(tmp_path / "begun", {"hidden_layers": []})
     with pytest.raises(ValueError, match="no complete part"):
         data.load(tmp_path / "begun")
     (tmp_path / "notes.txt").write_text("words")
@@ -236,6 +236,12 @@ def test_held_out_rows_are_decided_by_or_reported_on_and_never_both() -> None:
         deciding, reported = data.halves(datasets.Dataset.from_dict({"row": list(range(count))}))
         assert sorted([*deciding["row"], *reported["row"]]) == list(range(count))
         assert 0 <= len(reported) - len(deciding) <= 1
+
+
+def test_a_chat_that_is_called_like_our_own_file_is_a_chat(tmp_path: Path) -> None:
+    for text in (json.dumps([{"messages": chat("a", "b")}]), '{"messages": 1}\n{"messages": 2}'):
+        (tmp_path / "data.json").write_text(text)
+        assert not data.is_generated(tmp_path)
 
 
 def test_the_last_layer_is_found_by_both_of_its_names(folder: Path, tmp_path: Path) -> None:

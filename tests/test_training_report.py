@@ -205,7 +205,7 @@ PROMPT = 8
 def write_data(folder: Path, rows: Sequence[dict[str, Any]]) -> None:
     folder.mkdir()
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(list(rows)), folder / "part-00000.parquet")
-    told = {"target": {"name": str(folder.parent / "target")}, "rows": len(rows)}
+    told = {"target": {"name": str(folder.parent / "target")}, "hidden_layers": [], "rows": len(rows)}
     (folder / "data.json").write_text(json.dumps(told))
 
 

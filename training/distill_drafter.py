@@ -88,9 +88,9 @@ def main(arguments: Arguments, training_arguments: TrainingArguments) -> None:
         target = load_target(arguments)
         text = target.config.get_text_config(decoder=True)
         columns, stored_from = read_of(arguments, text)
-        drafter, before = load_drafter(arguments, target, tokenizer, out)
         rows = data.load(arguments.data, held_out=False, columns=columns, tokenizer=tokenizer)
         refuse_unfit(rows, arguments.data, target, arguments.max_length)
+        drafter, before = load_drafter(arguments, target, tokenizer, out)
         recipe = Recipe(
             arguments.divergence, arguments.beta, arguments.temperature, arguments.hidden_loss, arguments.others
         )

@@ -211,7 +211,8 @@ def begin(model: PreTrainedModel, layers: Sequence[int], arguments: Arguments) -
     """
     settings = {name: value for name, value in asdict(arguments).items() if name not in FREE}
     record = TargetRecord.of(model).to_dict()
-    info = {"target_name": arguments.target, "target": record, "hidden_layers": list(layers), **settings}
+    info = {"target_name": arguments.target, "target": record, "mark": provenance.mark_of(model)}
+    info |= {"hidden_layers": list(layers), **settings}
     if not (data.is_generated(arguments.out) and data.parts(arguments.out)):
         told = {"command": provenance.command(sys.argv), "versions": provenance.versions()}
         data.write_info(arguments.out, {**info, **told})
@@ -223,24 +224,25 @@ def begin(model: PreTrainedModel, layers: Sequence[int], arguments: Arguments) -
                 f"{arguments.out} was begun with --{name} {before[name]}, not {info[name]}: go on with the same "
                 "settings, or take another --out"
             )
-    if before["target"]["fingerprint"] != record["fingerprint"]:
+    if (before["target"]["fingerprint"], before.get("mark", info["mark"])) != (record["fingerprint"], info["mark"]):
         raise ValueError(f"{arguments.out} was begun with another target, {before['target_name']}: take another --out")
     return before
 
 
 def resumed(model: PreTrainedModel, turns: Turns, arguments: Arguments) -> tuple[Prompts, dict[str, int]]:
     """Where prompts come from, with those of the parts so far in mind; and what these parts hold."""
-    made, seen = {"conversations": 0, "answer_tokens": 0}, Seen()
+    made, asked = {"conversations": 0, "answer_tokens": 0}, []
     if data.parts(arguments.out):
         rows = data.load(arguments.out, held_out=None, columns=["prompt", "labels"])
         made = counted(made, rows["labels"])
-        seen = Seen(rows["prompt"])
+        asked = list(rows["prompt"])
     if arguments.prompts is not None:
-        source, split = arguments.prompts, arguments.split
-        return Given.of(turns, source, split, arguments.rows, arguments.max_prompt_tokens), made
+        given = Given.of(turns, arguments.prompts, arguments.split, arguments.rows, arguments.max_prompt_tokens)
+        given.refuse_changed(asked)
+        return given, made
     drawing = Drawing(arguments.question_temperatures, arguments.top_k, arguments.seed)
     decoder = Decoder(model, turns.user_ends)
-    return MadeUp(decoder, turns, arguments.rows, arguments.max_prompt_tokens, drawing, seen), made
+    return MadeUp(decoder, turns, arguments.rows, arguments.max_prompt_tokens, drawing, Seen(asked)), made
 
 
 def counted(made: dict[str, int], labels: Iterable[Any]) -> dict[str, int]:

@@ -231,7 +231,10 @@ def loaded(asked_for: argparse.Namespace) -> Loaded:
     after = load(Location.of(asked_for.drafter), target)
     drafters: dict[str, sg.Drafter] = {AFTER: after.drafter}
     origin = {AFTER: after.origin}
-    marks = {PLAIN: f"{TargetRecord.of(target).fingerprint}", AFTER: _mark(asked_for.drafter)}
+    marks = {
+        PLAIN: f"{TargetRecord.of(target).fingerprint} {provenance.mark_of(target)}",
+        AFTER: _mark(asked_for.drafter),
+    }
     if asked_for.before == FRESH:
         drafters[BEFORE], origin[BEFORE] = untrained(after.drafter, target), "the same, freshly initialised"
         marks[BEFORE] = f"{FRESH} {marks[AFTER]}"

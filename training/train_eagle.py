@@ -124,6 +124,10 @@ def load_head(arguments: Arguments, target: PreTrainedModel, ids: Tensor | None)
     if arguments.head is not None:
         head = EagleHead.from_pretrained(arguments.head)
         TargetRecord.from_dict(head.config.target or {}).check(target)
+        if head.config.method != arguments.method:
+            raise ValueError(
+                f"{arguments.head} is a head of method {head.config.method}: pass --method {head.config.method}"
+            )
     else:
         # An EAGLE-3 head has an LM head of its own, whatever it can say.
         every = range(target.config.get_text_config(decoder=True).vocab_size)

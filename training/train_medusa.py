@@ -181,10 +181,8 @@ def columns_of(arguments: Arguments, target: PreTrainedModel) -> list[str]:
     columns = ["input_ids", "labels"]
     if not data.is_generated(arguments.data):
         return columns
-    if (
-        not arguments.lora_rank
-        and data.last_layer_at(arguments.data, target.config.get_text_config(decoder=True)) is not None
-    ):
+    last_at = data.last_layer_at(arguments.data, target.config.get_text_config(decoder=True))
+    if last_at is not None and not arguments.lora_rank:
         columns.append("hidden_states")
     if arguments.distillation:
         columns += [name for name in data.stored(arguments.data)[1] if name in ("top_ids", "top_logprobs")]

@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import torch
 from running.runs import CommonArguments, DrafterTrainer
+from texts.decoding import NEUTRAL
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel, TrainingArguments
 
@@ -71,11 +72,10 @@ def answered(drafter: PreTrainedModel, batch: Batch, on_policy: OnPolicy, seed: 
         do_sample=True,
         temperature=on_policy.temperature,
         top_k=0,
-        top_p=1.0,
-        repetition_penalty=1.0,
         max_new_tokens=on_policy.max_new_tokens,
         eos_token_id=sorted(ends) or None,
         pad_token_id=0,
+        **NEUTRAL,
     )
     model: Any = drafter
     training = model.training

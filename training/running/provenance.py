@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 FILE = "provenance.json"
 PACKAGES = ("torch", "transformers", "datasets", "accelerate", "peft", "bitsandbytes")
 HUB_TIMEOUT_S = 5.0
+# Of a matrix, for `mark_of`.
+ENTRIES = 64
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt")
 # Of Trainer's hundred arguments those that a result depends on.
 TRAINING = (
@@ -193,7 +195,7 @@ def data_of(data: str) -> dict[str, Any]:
     path = Path(data)
     if not path.exists():
         return {"name": data, "info": None, "fingerprint": None}
-    parts = [path] if path.is_file() else sorted(part for part in path.glob("*.parquet") if part.is_file())
+    parts = [path] if path.is_file() else sorted(part for part in path.rglob("*") if part.is_file())
     info = path / "data.json"
     told = json.loads(info.read_text(encoding="utf-8")) if info.is_file() else None
     return {"name": path.resolve().name, "info": told, "fingerprint": digest(parts) if parts else None}
@@ -207,6 +209,23 @@ def digest(paths: Iterable[Path]) -> str:
             while block := file.read(2**20):
                 whole.update(block)
     return whole.hexdigest()
+
+
+@torch.no_grad()
+def mark_of(model: PreTrainedModel) -> str | None:
+    """What tells a model from one that was trained further, in hex; None for one that is quantized.
+
+    It is the SHA-256 of some entries of every matrix, in bfloat16, so that it is the same in every precision.
+    """
+    whole = hashlib.sha256()
+    for name, weight in sorted(model.named_parameters()):
+        if not weight.is_floating_point() or weight.element_size() < 2:
+            return None
+        if weight.ndim > 1 and weight.numel():
+            flat = weight.detach().flatten()
+            entries = flat[:: max(1, len(flat) // ENTRIES)][:ENTRIES].to("cpu", torch.bfloat16)
+            whole.update(name.encode() + entries.view(torch.int16).numpy().tobytes())
+    return whole.hexdigest()[:16]
 
 
 def weights_of(folder: Path) -> list[Path]:

@@ -42,6 +42,10 @@ logger = logging.getLogger(__name__)
 TRAINED, COMPLETE, BEGUN = "trained.safetensors", "complete.json", "begun.json"
 # Arguments that are none of the training's: how long, and what is done at the end.
 MAY_CHANGE = ("resume", "minutes", "report", "save_dtype")
+# Arguments of Trainer that its loss curve depends on; with the rows of an update, however they are shared out.
+DECIDING = ("learning_rate", "lr_scheduler_type", "warmup_steps", "optim", "weight_decay", "adam_beta2", "seed")
+# Arguments that name what is read.
+GIVEN = ("target", "data", "drafter", "head", "heads")
 SAVED = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -90,6 +94,14 @@ class DrafterTrainingArguments(TrainingArguments):
         if not self.output_dir:
             raise ValueError("--output_dir is needed: the folder of the drafter and of its checkpoints")
         super().__post_init__()
+        if self.save_only_model or self.logging_strategy != "steps":
+            raise ValueError(
+                "a training goes on by its optimizer and its log: no --save_only_model, --logging_strategy steps"
+            )
+        if self.eval_strategy != "no" or self.label_smoothing_factor:
+            raise ValueError(
+                "losses are the script's own, and the report is the evaluation: no --eval_strategy, no smoothing"
+            )
         if self.save_strategy == "steps" and self.save_steps % self.logging_steps:
             # The loss of a logging window lives in memory: a stop inside of one would lose it.
             raise ValueError(f"save_steps {self.save_steps} is no multiple of logging_steps {self.logging_steps}")
@@ -124,12 +136,17 @@ def begin(arguments: CommonArguments, training: TrainingArguments) -> Path:
 
     Raises:
         SystemExit: it holds another training's checkpoints, or one's that began with other arguments.
-        ValueError: weights would be in pieces where the losses read some of their rows.
+        ValueError: it is something that is read; or weights would be in pieces where losses read some of their rows.
     """
     if is_deepspeed_zero3_enabled():
         raise ValueError("DeepSpeed's stage 3 hides the rows of an LM head that losses read: take stage 2, or FSDP")
     folder = Path(str(training.output_dir))
     asked = {name: value for name, value in asdict(arguments).items() if name not in MAY_CHANGE}
+    for name in GIVEN:
+        if asked.get(name) and Path(asked[name]).resolve() == folder.resolve():
+            raise ValueError(f"--output_dir is what --{name} is: it would be written over")
+    asked |= {name: str(getattr(training, name)) for name in DECIDING}
+    asked["batch"] = training.train_batch_size * training.gradient_accumulation_steps * training.world_size
     if goes_on_from(folder, arguments.resume) is None:
         if is_main():
             folder.mkdir(parents=True, exist_ok=True)
@@ -137,7 +154,7 @@ def begin(arguments: CommonArguments, training: TrainingArguments) -> Path:
         return folder
     begun = json.loads((folder / BEGUN).read_text(encoding="utf-8")) if (folder / BEGUN).is_file() else asked
     for name, value in json.loads(json.dumps(asked)).items():
-        if begun.get(name) != value:
+        if begun.get(name, value) != value:
             raise SystemExit(f"{folder} was begun with --{name} {begun.get(name)}, not {value}: resume with the same")
     return folder
 

@@ -187,8 +187,13 @@ def _complete(folder: str | Path) -> list[Path]:
 
 
 def is_generated(source: str | Path) -> bool:
-    """Whether generate_data.py wrote it."""
-    return Path(source, INFO).is_file()
+    """Whether generate_data.py wrote it; a file of somebody's chats may be called the same."""
+    path = Path(source, INFO)
+    try:
+        told = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+    except json.JSONDecodeError:
+        return False
+    return isinstance(told, dict) and "hidden_layers" in told
 
 
 def read(source: str | Path, split: str = "train") -> datasets.Dataset:

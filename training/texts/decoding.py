@@ -18,6 +18,8 @@ from transformers.cache_utils import DynamicLayer
 
 # Of the rows of a pass, one in so many may have ended before the others are moved together.
 IDLE = 8
+# What `generate` is told so that a model's own generation config bends nothing.
+NEUTRAL: dict[str, Any] = {"top_p": 1.0, "typical_p": 1.0, "repetition_penalty": 1.0, "no_repeat_ngram_size": 0}
 # Places that a cache grows by.
 ROOM = 64
 
@@ -188,6 +190,7 @@ class Drafted:
             max_new_tokens=limit,
             eos_token_id=sorted(self.ends),
             pad_token_id=0,
+            **NEUTRAL,
             **sampling,
         )
         texts = []

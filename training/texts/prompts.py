@@ -15,6 +15,8 @@ from texts.decoding import Decoder, Draw
 Chat = list[Message]
 # Of the draws of a part; 1 are its answers.
 PROMPTS = 0
+# Draws of a part's prompts until one of them is usable.
+TRIES = 4
 
 
 class Seen:
@@ -85,6 +87,17 @@ class Given:
             raise ValueError(f"{source} holds no prompt of 1 to {longest} tokens")
         return cls(chats, rows)
 
+    def refuse_changed(self, asked: Sequence[str]) -> None:
+        """Compares what was asked in the parts so far with what would have been.
+
+        Raises:
+            ValueError: it is something else.
+        """
+        if list(asked) != [data.first_question({"messages": chat}) for chat in self.chats[: len(asked)]]:
+            raise ValueError(
+                "--prompts no longer begins with what was asked so far: add new ones behind, or take another --out"
+            )
+
     def part(self, number: int) -> list[Chat] | None:
         """See `Prompts`."""
         return list(self.chats[number * self.rows : (number + 1) * self.rows]) or None
@@ -132,17 +145,17 @@ class MadeUp:
             ValueError: none is usable and new.
         """
         warmth = list(itertools.islice(itertools.cycle(self.drawing.temperatures), self.rows))
-        seed = data.seed_of(self.drawing.seed, number, PROMPTS)
-        draw = Draw.seeded(warmth, self.drawing.top_k, seed, self.decoder.model.device)
-        texts = self.decoder([self.turns.header] * self.rows, self.longest, draw)
-        found = [self.turns.question(text.ids[text.prompt :]) for text in texts]
-        new = [question for question in found if usable(question) and self.seen.add(question)]
-        if not new:
-            raise ValueError(
-                f"none of {self.rows} prompts that the target made up is usable and new, such as {found[0]!r}: pass "
-                "--prompts, or other --question_temperatures"
-            )
-        return [[{"role": "user", "content": question}] for question in new]
+        for again in range(TRIES):
+            seed = data.seed_of(self.drawing.seed, number, PROMPTS, *[again][:again])
+            draw = Draw.seeded(warmth, self.drawing.top_k, seed, self.decoder.model.device)
+            texts = self.decoder([self.turns.header] * self.rows, self.longest, draw)
+            found = [self.turns.question(text.ids[text.prompt :]) for text in texts]
+            if new := [question for question in found if usable(question) and self.seen.add(question)]:
+                return [[{"role": "user", "content": question}] for question in new]
+        raise ValueError(
+            f"none of {TRIES} times {self.rows} prompts that the target made up is usable and new, such as "
+            f"{found[0]!r}: pass --prompts, or other --question_temperatures"
+        )
 
 
 def usable(question: str) -> bool:
