@@ -298,7 +298,7 @@ def test_provenance_says_what_was_done_and_names_no_place_on_the_machine(home):
     assert told is not None
     refuse_places((home / "heads" / provenance.FILE).read_text(), home)
     assert told["data"]["name"] == "data"
-    assert told["data"]["info"] == {"target": {"name": "target"}, "rows": len(TEXTS)}
+    assert told["data"]["info"] == {"target": {"name": "target"}, "hidden_layers": [], "rows": len(TEXTS)}
     assert told["data"]["fingerprint"] == provenance.digest([home / "data" / "part-00000.parquet"])
     assert told["settings"]["learning_rate"] == 0.125
     assert told["settings"]["other"] == "'x', b and https://hub/c/d"

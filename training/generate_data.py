@@ -211,7 +211,7 @@ def begin(model: PreTrainedModel, layers: Sequence[int], arguments: Arguments) -
     """
     settings = {name: value for name, value in asdict(arguments).items() if name not in FREE}
     record = TargetRecord.of(model).to_dict()
-    info = {"target_name": arguments.target, "target": record, "mark": provenance.mark_of(model)}
+    info: dict[str, Any] = {"target_name": arguments.target, "target": record, "mark": provenance.mark_of(model)}
     info |= {"hidden_layers": list(layers), **settings}
     if not (data.is_generated(arguments.out) and data.parts(arguments.out)):
         told = {"command": provenance.command(sys.argv), "versions": provenance.versions()}

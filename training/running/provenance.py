@@ -195,7 +195,9 @@ def data_of(data: str) -> dict[str, Any]:
     path = Path(data)
     if not path.exists():
         return {"name": data, "info": None, "fingerprint": None}
-    parts = [path] if path.is_file() else sorted(part for part in path.rglob("*") if part.is_file())
+    parts = (
+        [path] if path.is_file() else sorted(path.glob("*.parquet")) or sorted(filter(Path.is_file, path.rglob("*")))
+    )
     info = path / "data.json"
     told = json.loads(info.read_text(encoding="utf-8")) if info.is_file() else None
     return {"name": path.resolve().name, "info": told, "fingerprint": digest(parts) if parts else None}
