@@ -13,7 +13,7 @@ import talking
 import tiny
 import torch
 from running import provenance
-from running.refusals import at_least, refuse_below, told_plainly
+from running.command_line import at_least, refuse_below, told_plainly
 from texts.chats import Turns
 from texts.fit import refuse_another_target, refuse_malformed, refuse_unlabelled
 

@@ -135,11 +135,10 @@ def _measured(report: Mapping[str, Any] | None, picture: bool) -> str:
     headings = "| prompts | drafter | number | mean accepted tokens | by depth, given the parent was | texts as plain |"
     lines = [said, "", headings, "|---|---|---|---|---|---|"]
     for row in report["results"]:
-        low, high = row["interval"]
         depths = " ".join(f"{share:.2f}" for share in row["acceptance"][:8])
         lines.append(
             f"| {row['group']} | {row['drafter']} | {row['prompts']} | {row['mean_accepted_tokens']:.2f} "
-            f"[{low:.2f}, {high:.2f}] | {depths} | {row['identical']} of {row['prompts']} |"
+            f"{_bounds(row)}| {depths} | {row['identical']} of {row['prompts']} |"
         )
     if picture:
         lines += ["", f"![acceptance by depth, and mean accepted tokens by prompt]({PICTURE})"]
@@ -147,6 +146,11 @@ def _measured(report: Mapping[str, Any] | None, picture: bool) -> str:
         lines += ["", *_speed(report["speed"])]
     lines += ["", *_computed(report["computed"])]
     return "\n".join(lines) + "\n"
+
+
+def _bounds(row: Mapping[str, Any]) -> str:
+    """Nothing for a single prompt, which says nothing of others."""
+    return "" if row["prompts"] == 1 else f"[{row['interval'][0]:.2f}, {row['interval'][1]:.2f}] "
 
 
 def _speed(speed: Mapping[str, Any]) -> list[str]:
@@ -179,7 +183,7 @@ def _cell(value: Any) -> str:
 
 
 def name(folder: str | Path, base_model: str | None = None, license_name: str | None = None) -> None:
-    """Keeps in `provenance.json` what the target is called on the hub, and its license.
+    """Keeps what the target is called on the hub, in `provenance.json` and in a head's config, and its license.
 
     Raises:
         ValueError: as in `write`.
@@ -190,6 +194,12 @@ def name(folder: str | Path, base_model: str | None = None, license_name: str | 
     for key, value in (("repository", base_model), ("license", license_name)):
         told["target"][key] = value or told["target"].get(key)
     provenance.keep(folder, told)
+    config = Path(folder, "config.json")
+    held = json.loads(config.read_text(encoding="utf-8")) if config.is_file() else {}
+    if base_model and isinstance(held.get("target"), dict):
+        # By this name an exported head's launch command asks an engine for the target.
+        held["target"]["name"] = base_model
+        write_whole(config, json.dumps(held, indent=2, sort_keys=True) + "\n")
 
 
 def main(line: Sequence[str] | None = None) -> None:

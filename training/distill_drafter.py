@@ -13,6 +13,7 @@ is kept in `adapter` beside the merged weights. What the sibling was before lies
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -25,7 +26,7 @@ from learning.on_policy import DistillTrainer, OnPolicy
 from learning.siblings import keep_layers, spread
 from learning.some_ids import frequent
 from running import provenance, runs
-from running.refusals import refuse_below, told_plainly
+from running.command_line import refuse_below, told_plainly
 from running.targets import load_target, whole_target, with_lora
 from texts import data
 from texts.fit import refuse_unfit
@@ -41,6 +42,8 @@ from transformers import (
 
 from hf_specgen.drafters.fitting import lent
 from hf_specgen.vocabulary import compare
+
+logger = logging.getLogger(__name__)
 
 ADAPTER, BEFORE = "adapter", "before"
 
@@ -118,6 +121,7 @@ def main(arguments: Arguments, training_arguments: TrainingArguments) -> None:
     target = whole_target(arguments, target, trainer.sharded)
     provenance.write(out, target, arguments, training_arguments, {"steps": trainer.state.global_step})
     card.write(out)
+    logger.warning("saved in %s", out)
     if arguments.report:
         report.of_training(arguments, arguments.target, out, str(before))
 

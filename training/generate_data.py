@@ -21,7 +21,7 @@ from typing import Any
 import datasets
 import torch
 from running import provenance
-from running.refusals import refuse_below, told_plainly
+from running.command_line import Help, refuse_below, told_plainly
 from texts import data
 from texts.chats import IGNORED, Turns
 from texts.decoding import Decoder, Drafted, Draw, Text
@@ -253,4 +253,5 @@ def counted(made: dict[str, int], labels: Iterable[Any]) -> dict[str, int]:
 
 if __name__ == "__main__":
     with told_plainly():
-        main(HfArgumentParser(Arguments, description=__doc__).parse_args_into_dataclasses()[0])
+        parser = HfArgumentParser(Arguments, description=__doc__, formatter_class=Help)
+        main(parser.parse_args_into_dataclasses()[0])

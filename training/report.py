@@ -43,7 +43,7 @@ from measures.positions import Counts, interval, pooled, quartiles
 from measures.showing import as_text, draw
 from rich.progress import Progress
 from running import provenance
-from running.refusals import at_least, told_plainly
+from running.command_line import Help, at_least, told_plainly
 from running.runs import CommonArguments
 from texts import data
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
@@ -176,7 +176,7 @@ def _groups(done: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, dict[str, 
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=Help)
     made.add_argument("--target", required=True, help="path or hub id of the model that the drafter is for")
     made.add_argument("--drafter", required=True, help="folder or hub id of the trained drafter")
     made.add_argument("--before", help=f"what it was before training: a folder, or '{FRESH}' for heads")

@@ -25,7 +25,7 @@ from learning.beginning import begin_as_layer
 from learning.eagle import EagleTraining, Recipe
 from learning.some_ids import occurrences
 from running import provenance, runs
-from running.refusals import refuse_below, told_plainly
+from running.command_line import refuse_below, told_plainly
 from running.targets import load_target, whole_target
 from texts import data
 from texts.fit import refuse_unfit
@@ -112,6 +112,7 @@ def main(arguments: Arguments, training_arguments: TrainingArguments) -> None:
     target = whole_target(arguments, target, trainer.sharded)
     provenance.write(out, target, arguments, training_arguments, {"steps": trainer.state.global_step})
     card.write(out)
+    logger.warning("saved in %s", out)
     if arguments.report:
         report.of_training(arguments, arguments.target, out, arguments.head or report.FRESH)
 

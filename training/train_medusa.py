@@ -23,7 +23,7 @@ import torch
 from learning.medusa import MedusaTraining, Recipe
 from learning.some_ids import frequent
 from running import provenance, runs
-from running.refusals import refuse_below, told_plainly
+from running.command_line import refuse_below, told_plainly
 from running.targets import let_gradients_through, load_target, whole_target, with_lora
 from texts import data
 from texts.fit import refuse_unfit
@@ -123,6 +123,7 @@ def main(arguments: Arguments, training_arguments: TrainingArguments) -> None:
     heads.to(dtype=runs.saved_as(arguments, target)).save_pretrained(out)  # type: ignore[call-arg]
     provenance.write(out, target, arguments, training_arguments, {"steps": trainer.state.global_step})
     card.write(out)
+    logger.warning("saved in %s", out)
     if arguments.report:
         report.of_training(arguments, saved_for, out, arguments.heads or report.FRESH)
 
@@ -202,7 +203,7 @@ def accuracies_of(target: PreTrainedModel, heads: MedusaHeads, arguments: Argume
             texts.append(row["input_ids"][: int(places[-1]) + 1])
             prompts.append(int(places[0]))
     if not texts:
-        logger.warning("no text is held out: trees will grow by the heads' own probabilities")
+        logger.warning("no text is held out beside the report's: trees will grow by the heads' own probabilities")
         return None
     heads.train(False)
     return measure_accuracies(target, heads, texts, prompt_lengths=prompts)

@@ -24,9 +24,11 @@ def as_text(report: Mapping[str, Any]) -> str:
     shown = Console(file=out, width=WIDTH)
     shown.print(_lengths(report["results"], limits_of(how)))
     shown.print(_depths(report["results"]))
+    several = {row["group"] for row in report["results"] if row["prompts"] > 1}
     for row in report["gains"]:
         low, high = row["interval"]
-        shown.print(f"{row['group']}: {row['gain']:+.2f} over {row['over']}, 95 % within {low:+.2f} to {high:+.2f}")
+        bounds = f"95 % within {low:+.2f} to {high:+.2f}" if row["group"] in several else "one prompt"
+        shown.print(f"{row['group']}: {row['gain']:+.2f} over {row['over']}, {bounds}")
     if speed := report["speed"]:
         title = f"tokens a second against Plain(): medians of {speed['repeats']} interleaved runs"
         shown.print(outcomes.table(speed["rows"], title))
@@ -51,8 +53,8 @@ def _lengths(rows: Iterable[Mapping[str, Any]], limits: str) -> Table:
             row["drafter"],
             str(row["prompts"]),
             f"{row['mean_accepted_tokens']:.2f}",
-            f"{low:.2f} to {high:.2f}",
-            " ".join(f"{quartile:.2f}" for quartile in row["quartiles"]),
+            f"{low:.2f} to {high:.2f}" if row["prompts"] > 1 else "",
+            " ".join(f"{quartile:.2f}" for quartile in row["quartiles"]) if row["prompts"] > 1 else "",
             f"{row['nodes_a_round']:.1f}",
             f"{row['identical']} of {row['prompts']}",
         )

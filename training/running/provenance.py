@@ -175,7 +175,8 @@ def hardware() -> str:
         memory = torch.cuda.get_device_properties(0).total_memory / 2**30
         return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}, {memory:.0f} GiB each"
     cores = os.cpu_count()
-    return f"{cores} CPU cores ({_processor()}), {torch.get_num_threads()} threads"
+    threads = torch.get_num_threads()
+    return f"{cores} CPU cores ({_processor()}), {threads} thread{'s' if threads > 1 else ''}"
 
 
 def _processor() -> str:

@@ -35,7 +35,7 @@ from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import SaveStrategy
 
 from hf_specgen.files import write_whole
-from running.refusals import refuse_below
+from running.command_line import Help, refuse_below
 
 logger = logging.getLogger(__name__)
 
@@ -120,7 +120,9 @@ def parse(arguments: type[A], line: Sequence[str] | None = None, **defaults: Any
         line: the words to read; None for those the script was called with.
         defaults: of single arguments, where the script wants others.
     """
-    parser = HfArgumentParser((arguments, DrafterTrainingArguments), description=sys.modules["__main__"].__doc__)
+    parser = HfArgumentParser(
+        (arguments, DrafterTrainingArguments), description=sys.modules["__main__"].__doc__, formatter_class=Help
+    )
     parser.set_defaults(**defaults)
     try:
         own, training = parser.parse_args_into_dataclasses(line)

@@ -200,7 +200,7 @@ def read(source: str | Path, split: str = "train") -> datasets.Dataset:
     """What `datasets` makes of a file, a folder or a hub id.
 
     Raises:
-        ValueError: it is empty, cannot be read, or has no such split.
+        ValueError: there is no such thing, it is empty, cannot be read, or has no such split.
     """
     path = Path(source)
     if path.is_dir() and (path / "state.json").is_file():
@@ -215,7 +215,10 @@ def read(source: str | Path, split: str = "train") -> datasets.Dataset:
             return datasets.load_dataset(FILES[path.suffix], data_files=str(path), split="train")
         except datasets.exceptions.DatasetGenerationError as error:
             raise ValueError(f"{path} cannot be read: {error.__cause__ or error}") from error
-    return datasets.load_dataset(str(source), split=split)
+    try:
+        return datasets.load_dataset(str(source), split=split)
+    except OSError as error:
+        raise ValueError(f"{source} is not to be had, neither here nor from the hub: {error}") from error
 
 
 def _labelled(

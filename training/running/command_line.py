@@ -1,4 +1,4 @@
-"""How scripts say that something cannot be: in a line, before any work is begun."""
+"""What scripts are called with: their help, and how they say that something cannot be, before any work is begun."""
 
 from __future__ import annotations
 
@@ -8,6 +8,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+
+class Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Shows defaults, and a script's description as it is written."""
 
 
 @contextmanager
