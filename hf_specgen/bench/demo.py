@@ -28,6 +28,11 @@ COMMON: dict[str, Any] = {"do_sample": False, "max_new_tokens": NEW_TOKENS}
 # An EAGLE-3 head that was trained for this model. It lies in a checkout and not in an installed package.
 HEAD = Path(__file__).parents[2] / "assets" / "eagle3"
 
+ITS_COST = (
+    "[dim]The head drafts 15 nodes a round here, whatever they cost. A GPU checks them for the price of one token; on "
+    'a CPU they cost more than they bring, and with the draft length on "auto" the head would rest.[/]\n'
+)
+
 
 def main() -> None:
     """Streams answers, then measures them."""
@@ -47,6 +52,7 @@ def main() -> None:
     if HEAD.is_dir():
         head = trees_of(HEAD, model)
         stream(shown, "chat, by a trained EAGLE-3 head", PROMPTS["chat"], head, model, tokenizer)
+        shown.print(ITS_COST)
         settings.append(Setting("EAGLE-3 head", {**COMMON, "assistant": head}, enabled=True))
     sg.disable(model)
 
@@ -61,7 +67,7 @@ def main() -> None:
 
 
 def trees_of(folder: Path, model: Any) -> sg.Drafter:
-    """An EAGLE head that drafts trees of 15 nodes, 5 deep, whatever they cost here: a GPU checks them for nothing."""
+    """An EAGLE head that drafts trees of 15 nodes, 5 deep, whatever they cost."""
     loaded = cast(sg.Eagle, sg.load_assistant(folder, model))
     return replace(loaded, nodes=15, num_assistant_tokens=5)
 

@@ -49,8 +49,10 @@ class SomeIds(nn.Module):
 
     def draw(self) -> Tensor:
         """`(len(self),)` the ids of a batch's logits, by torch's default generator."""
-        drawn = torch.randint(len(self.outside), (self.others,), device=self.ids.device) if self.others else []
-        return torch.cat([self.ids, self.outside[drawn]]) if self.others else self.ids
+        if not self.others:
+            return self.ids
+        drawn = torch.randint(len(self.outside), (self.others,), device=self.ids.device)
+        return torch.cat([self.ids, self.outside[drawn]])
 
     def logits(self, lm_head: Any, features: Tensor, drawn: Tensor, scale: float = 1.0) -> Tensor:
         """`(places, len(self) + 1)`: the last is an empty place, which no id leads to.

@@ -60,13 +60,13 @@ class Turns:
             ValueError: the template does not take such a chat.
         """
         try:
-            text: str = self.tokenizer.apply_chat_template(
+            text: Any = self.tokenizer.apply_chat_template(
                 [dict(message) for message in messages], tokenize=False, add_generation_prompt=answering
             )
         except TemplateError as error:
             roles = ", ".join(message["role"] for message in messages)
             raise ValueError(f"the chat template refuses a chat of {roles}: {error}") from error
-        return text
+        return str(text)
 
     def glue(self, roles: Sequence[str], answering: bool = False) -> list[str]:
         """What the template writes before, between and behind what is said.
@@ -111,10 +111,10 @@ class Turns:
     def question(self, ids: Sequence[int]) -> str:
         """The user's text out of what continues `header`; nothing where it does not end, or holds a special token."""
         if ids[-1] in self.user_ends:
-            said: str = self.tokenizer.decode(ids[:-1])
+            said = self._text(ids[:-1])
             return "" if self.special.intersection(ids[:-1]) else said.strip()
         closing = self.user_closing.split()[:1]
-        said, ended, _ = self.tokenizer.decode(ids).partition(closing[0]) if closing else ("", "", "")
+        said, ended, _ = self._text(ids).partition(closing[0]) if closing else ("", "", "")
         return said.strip() if ended and self.special.isdisjoint(self.encode(said)) else ""
 
     def follow(self, said: Sequence[int], asked: Message, question: Message) -> list[int] | None:
@@ -184,7 +184,10 @@ class Turns:
         return [*range(start, end), *([closing] if ended else [])]
 
     def _blank(self, token: int) -> bool:
-        return not self.tokenizer.decode([token]).strip()
+        return not self._text([token]).strip()
+
+    def _text(self, ids: Sequence[int]) -> str:
+        return str(self.tokenizer.decode(list(ids)))
 
     def _marked(self, messages: Sequence[Message]) -> tuple[list[int], Spans]:
         """Ids, and where the template's marks say that the assistant speaks."""
