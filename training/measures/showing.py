@@ -121,5 +121,5 @@ def draw(report: Mapping[str, Any], out: Path) -> None:
     figure.suptitle(
         f"{group}: {rows[-1]['prompts']} of them, {report['settings']['nodes']} nodes a round", fontsize="medium"
     )
-    figure.savefig(out, dpi=150)
+    figure.savefig(out, dpi=110)
     pyplot.close(figure)
