@@ -28,7 +28,7 @@ USE = """\
 ```python
 import hf_specgen as sg
 
-model, inputs = ...                                   # {base}, and a prompt's ids and mask
+model, inputs = ...  # {base}, and a prompt's ids and mask
 sg.enable(model)
 model.generate(**inputs, assistant="{name}", max_new_tokens=256)
 ```
