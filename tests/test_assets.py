@@ -27,7 +27,7 @@ def smollm() -> tuple[Any, Any]:
     return sg.enable(model), tokenizer
 
 
-@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("name", [pytest.param("medusa", marks=pytest.mark.slow), "eagle3"])
 def test_published_heads_draft_what_is_accepted_and_change_nothing(name: str, smollm: tuple[Any, Any]) -> None:
     model, tokenizer = smollm
     drafter: Any = replace(sg.load_assistant(ASSETS / name, model), nodes=15, **HEADS[name])

@@ -294,6 +294,7 @@ def launched(script, folder, *flags):
     assert done.returncode == 0, done.stderr[-3000:]
 
 
+@pytest.mark.slow
 def test_two_processes_train_what_one_does(tmp_path):
     launched(TWO, tmp_path / "two", "--multi_gpu")
     module = Line()
