@@ -108,7 +108,7 @@ def of_training(arguments: CommonArguments, target: str, out: Path, before: str)
     """
     revision = arguments.revision if target == arguments.target else None
     try:
-        held_out(arguments.data, 1, tokenizer_of(arguments.data, arguments.target, arguments.revision))
+        held_out(arguments.data, 1, data.tokenizer_for(arguments.data, arguments.target, arguments.revision))
     except ValueError as error:
         logger.warning("no report is made: %s", error)
         return
@@ -299,21 +299,15 @@ def prompts_of(asked_for: argparse.Namespace) -> list[Prompt]:
     """
     if not asked_for.data and not asked_for.questions:
         raise ValueError("nothing to measure on: name --data, --questions or both")
-    needed = None if asked_for.questions else asked_for.data
-    tokenizer = tokenizer_of(needed, asked_for.target, asked_for.revision)
     prompts: list[Prompt] = []
+    tokenizer: Any
     if asked_for.data:
+        tokenizer = data.tokenizer_for(asked_for.data, asked_for.target, asked_for.revision)
         prompts += held_out(asked_for.data, asked_for.prompts, tokenizer)
     if asked_for.questions:
+        tokenizer = AutoTokenizer.from_pretrained(asked_for.target, revision=asked_for.revision or "main")
         prompts += asked(asked_for.questions, tokenizer, asked_for.per_category, asked_for.categories)
     return prompts
-
-
-def tokenizer_of(source: str | None, target: str, revision: str | None) -> Any:
-    """The target's tokenizer; None for a data folder, which holds ids already."""
-    if source is not None and data.is_generated(source):
-        return None
-    return AutoTokenizer.from_pretrained(target, revision=revision or "main")
 
 
 def speed_of(

@@ -30,7 +30,7 @@ from running.targets import load_target, whole_target
 from texts import data
 from texts.fit import refuse_unfit
 from torch import Tensor
-from transformers import AutoTokenizer, PreTrainedModel, TrainingArguments
+from transformers import PreTrainedModel, TrainingArguments
 
 from hf_specgen.files import write_whole
 from hf_specgen.heads.eagle import METHODS, EagleHead
@@ -188,9 +188,8 @@ def ends_of(target: PreTrainedModel) -> set[int]:
 
 def load_rows(arguments: Arguments) -> datasets.Dataset:
     """Conversations; with a column by which those of a batch are of about one length, so that little is padding."""
-    columns, tokenizer = data.stored(arguments.data)[1] or ["input_ids", "labels"], None
-    if not data.is_generated(arguments.data):
-        tokenizer = AutoTokenizer.from_pretrained(arguments.target, revision=arguments.revision or "main")
+    columns = data.stored(arguments.data)[1] or ["input_ids", "labels"]
+    tokenizer = data.tokenizer_for(arguments.data, arguments.target, arguments.revision)
     rows = data.load(arguments.data, columns=columns, tokenizer=tokenizer)
     lengths = [min(len(ids), arguments.max_length) for ids in rows.select_columns(["input_ids"])["input_ids"]]
     return rows.add_column("length", lengths)

@@ -171,17 +171,13 @@ def merge(arguments: Arguments, out: Path) -> PreTrainedModel:
 
 def load_rows(arguments: Arguments, columns: list[str], held_out: bool = False) -> datasets.Dataset:
     """One side of the data; chats are labelled by the model's own template."""
-    tokenizer = None
-    if not data.is_generated(arguments.data):
-        tokenizer = AutoTokenizer.from_pretrained(arguments.target, revision=arguments.revision or "main")
+    tokenizer = data.tokenizer_for(arguments.data, arguments.target, arguments.revision)
     return data.load(arguments.data, held_out, columns, tokenizer)
 
 
 def columns_of(arguments: Arguments, target: PreTrainedModel) -> list[str]:
     """The columns that are read: states only where the model stays as it is, distributions only where these count."""
     columns = ["input_ids", "labels"]
-    if not data.is_generated(arguments.data):
-        return columns
     last_at = data.last_layer_at(arguments.data, target.config.get_text_config(decoder=True))
     if last_at is not None and not arguments.lora_rank:
         columns.append("hidden_states")

@@ -29,7 +29,7 @@ import datasets
 import pyarrow.parquet
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
 from hf_specgen.files import write_whole
 from texts.chats import IGNORED, Message, Turns
@@ -194,6 +194,20 @@ def is_generated(source: str | Path) -> bool:
     except json.JSONDecodeError:
         return False
     return isinstance(told, dict) and "hidden_layers" in told
+
+
+def tokenizer_for(source: str | Path, target: str, revision: str | None = None) -> PreTrainedTokenizerBase | None:
+    """The target's tokenizer, to label chats with; None for a data folder, which holds ids already.
+
+    Args:
+        source: as in `load`.
+        target: path or hub id.
+        revision: of the target on the hub.
+    """
+    if is_generated(source):
+        return None
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(target, revision=revision or "main")
+    return tokenizer
 
 
 def read(source: str | Path, split: str = "train") -> datasets.Dataset:

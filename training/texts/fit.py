@@ -66,8 +66,8 @@ def refuse_another_target(
     another = any(one not in (None, other) for one, other in sizes)
     if theirs.fingerprint and ours.fingerprint:
         another |= distance(theirs.fingerprint, ours.fingerprint) > TURNED
-    marks = info.get("mark"), provenance.mark_of(target)
-    another |= None not in marks and marks[0] != marks[1]
+    if (mark := info.get("mark")) is not None:
+        another |= provenance.mark_of(target) not in (None, mark)
     if another:
         raise ValueError(
             f"{told}, whose states or distributions it holds, and the target is another model: generate data with "

@@ -146,7 +146,7 @@ class MadeUp:
         """
         warmth = list(itertools.islice(itertools.cycle(self.drawing.temperatures), self.rows))
         for again in range(TRIES):
-            seed = data.seed_of(self.drawing.seed, number, PROMPTS, *[again][:again])
+            seed = data.seed_of(self.drawing.seed, number, PROMPTS, *((again,) if again else ()))
             draw = Draw.seeded(warmth, self.drawing.top_k, seed, self.decoder.model.device)
             texts = self.decoder([self.turns.header] * self.rows, self.longest, draw)
             found = [self.turns.question(text.ids[text.prompt :]) for text in texts]
