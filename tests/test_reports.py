@@ -259,19 +259,22 @@ def test_report_140_memory_stays_flat_over_two_hundred_calls(model):
             next(left)
             del left
 
+    def grown():
+        gc.collect()
+        held = tracemalloc.get_traced_memory()[0]
+        rounds(2)
+        gc.collect()
+        return tracemalloc.get_traced_memory()[0] - held
+
     rounds(2)
     before, peak = tensors(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     tracemalloc.start()
-    rounds(2)
-    gc.collect()
-    held = tracemalloc.get_traced_memory()[0]
-    rounds(2)
-    gc.collect()
-    grown = tracemalloc.get_traced_memory()[0] - held
+    # What leaks does so each time. What else is counted, less and less of it, is new where something untraced was.
+    windows = [grown() for _ in range(6)]
     tracemalloc.stop()
-    rounds(14)
+    rounds(6)
     assert tensors() == before
-    assert grown < 20_000
+    assert min(windows) < 20_000, windows
     # In kilobytes, or in bytes on a Mac; a call's caches and logits are a tenth of this.
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak < 0.1 * peak
 
