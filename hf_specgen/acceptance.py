@@ -7,11 +7,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import torch
+
 from hf_specgen.draft import Draft, Node
 
 # A confidence counts as so many observations of itself; observations keep this part of their weight from round to
 # round, so that some twenty rounds are remembered.
 PRIOR, MEMORY = 6.0, 0.95
+# The weight that they keep from one text to another.
+ANOTHER = 0.9
 # Drafts are trusted by this much of what they promise, which counts as so many promised tokens.
 AT_FIRST, PROMISES = 0.8, 3.0
 # Drafts are alike if they promise as many tokens between two of these.
@@ -47,7 +51,16 @@ class Acceptance:
         self._all_right += right
         self._all_said += said
 
-    def fade(self) -> None:
+    def again(self) -> Acceptance:
+        """What it begins another text with: all that was seen, for half."""
+        begun = Acceptance()
+        for mine, theirs in (self._right, begun._right), (self._seen, begun._seen):
+            theirs.update(dict(mine))
+        begun._all_right, begun._all_said = self._all_right, self._all_said
+        begun.fade(ANOTHER)
+        return begun
+
+    def fade(self, kept: float = MEMORY) -> None:
         """Lets what was seen count for less.
 
         Called once a round and not once a token: the tokens of one path stand and fall together, and a long one must
@@ -55,9 +68,9 @@ class Acceptance:
         """
         for counts in (self._right, self._seen):
             for kind in counts:
-                counts[kind] *= MEMORY
-        self._all_right = PRIOR + MEMORY * (self._all_right - PRIOR)
-        self._all_said = PRIOR + MEMORY * (self._all_said - PRIOR)
+                counts[kind] *= kept
+        self._all_right = PRIOR + kept * (self._all_right - PRIOR)
+        self._all_said = PRIOR + kept * (self._all_said - PRIOR)
 
 
 class Trust:
@@ -91,6 +104,11 @@ def _size(promised: float) -> int:
     return sum(promised >= bound for bound in SIZES)
 
 
+def prunable(draft: Draft) -> bool:
+    """Whether a draft's confidences may decide what is checked of it, and are at hand."""
+    return draft.probs is None and draft.tokens.device.type == "cpu" and draft.confidence is not None
+
+
 @dataclass
 class Guess:
     """One row's draft on the host. Places count from 1; 0 is the root, and a parent of -1 marks a place without a node.
@@ -105,9 +123,9 @@ class Guess:
 
     @classmethod
     def rows(cls, draft: Draft) -> list[Guess]:
-        """Each row of a draft that has confidences; what is no chance counts as the nearest, and NaN as none."""
-        assert draft.confidence is not None
-        confidence = draft.confidence.nan_to_num(0.0).clamp(0, 1).tolist()
+        """Each row of a draft; what is no chance counts as the nearest, and NaN as none; 1 where none may decide."""
+        said = draft.confidence if draft.confidence is not None and prunable(draft) else torch.ones(draft.tokens.shape)
+        confidence = said.nan_to_num(0.0).clamp(0, 1).tolist()
         rows = zip(draft.tokens.tolist(), draft.parents.tolist(), confidence, strict=True)
         return [cls(*row) for row in rows]
 
@@ -141,6 +159,15 @@ class Guess:
             nodes.append((self.tokens[place - 1], parent, self.confidence[place - 1]))
             moved[place] = len(nodes)
         return nodes
+
+    def among(self, nodes: Sequence[Node]) -> int:
+        """How many of its tokens others drafted too, after the same tokens."""
+        stands = {(parent, token): place for place, (token, parent, _) in enumerate(nodes, 1)}
+        found = {0: 0}
+        for place, (token, parent) in enumerate(zip(self.tokens, self.parents, strict=True), 1):
+            if parent in found and (stand := stands.get((found[parent], token))):
+                found[place] = stand
+        return len(found) - 1
 
 
 class Watched:

@@ -19,6 +19,7 @@ from weakref import WeakKeyDictionary
 
 from torch.nn import Module
 
+from hf_specgen.acceptance import Acceptance
 from hf_specgen.files import write_whole
 
 # Widths with an estimate of their own; between them it is interpolated.
@@ -170,6 +171,7 @@ class Costs:
     def __init__(self, frozen: bool = False) -> None:
         self.frozen = frozen
         self._curves: dict[str, Curve] = {}
+        self._accepted: dict[str, Acceptance] = {}
         self._lock = threading.Lock()
 
     def __deepcopy__(self, memo: dict[int, object]) -> Costs:
@@ -203,6 +205,18 @@ class Costs:
             platform: what the target runs on.
         """
         return self._curve(f"draft, {drafter}, batch {batch}, {platform}", _of_a_draft)
+
+    def accepted(self, drafter: str) -> Acceptance:
+        """How often a drafter is right, by depth, for a call that begins: as in calls before, unless frozen.
+
+        Args:
+            drafter: its name.
+        """
+        with self._lock:
+            seen = self._accepted[drafter].again() if drafter in self._accepted else Acceptance()
+            if not self.frozen:
+                self._accepted[drafter] = seen
+            return seen
 
     def _curve(self, key: str, prior: Callable[[], list[float]]) -> Curve:
         with self._lock:

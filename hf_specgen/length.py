@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import NamedTuple, Protocol
 
-from hf_specgen.acceptance import MEMORY, Acceptance, Guess, Trust, Watched
+from hf_specgen.acceptance import MEMORY, Acceptance, Guess, Trust, Watched, prunable
 from hf_specgen.costs import Costs, Platform, rungs
 from hf_specgen.draft import Draft, Node
 from hf_specgen.parts import TRY_DEPTH, Part, hoped
@@ -201,7 +201,7 @@ class AutoController:
         self.parts: dict[str, Part] = {}
         for name in situation.parts or (situation.drafter,):
             drafts = situation.costs.drafts(name, situation.batch, situation.platform)
-            self.parts[name] = Part(drafts, situation.costs.frozen, situation.batch)
+            self.parts[name] = Part(drafts, situation.costs.accepted(name), situation.costs.frozen, situation.batch)
         self._whole = situation.drafter
         self._books: defaultdict[tuple[str, ...], Book] = defaultdict(Book)  # by the dear parts that drafted along
         self._rounds = 0
@@ -292,14 +292,11 @@ class AutoController:
             part.drafted(draft)
             if part.tried:
                 return Draft.empty(len(draft.tokens), draft.tokens.device)
-        dear = [part for part in self.parts.values() if part.depth and part.dear and not part.tried]
-        for part in dear:
-            part.bushiness = max(1.0, draft.nodes / part.depth) if draft.nodes else part.bushiness
-        if not _readable(draft) or not draft.nodes:
+        if not prunable(draft) or not draft.nodes:
             return draft
         weighed = self._checked = self._weighed(draft, self._book)
-        for part in dear:
-            part.bushiness = max(1.0, max(map(len, weighed.kept)) / part.depth)
+        for part in self.parts.values():
+            part.best_checked(weighed.kept)
         if weighed.width:
             return draft if weighed.width == draft.nodes else Draft.of_nodes(weighed.kept)
         self._watch(weighed, self._book)
@@ -313,7 +310,7 @@ class AutoController:
 
     def _weighed(self, draft: Draft, book: Book) -> Weighed:
         """How much of a draft would best be checked; nothing of one that cannot be read."""
-        if not _readable(draft) or not draft.nodes:
+        if not prunable(draft) or not draft.nodes:
             rows = len(draft.tokens)
             return Weighed([], [[]] * rows, [0.0] * rows, 1.0, 0, self._live / self._cost(0))
         guesses = Guess.rows(draft)
@@ -393,11 +390,6 @@ class AutoController:
                 _compare(self._checked.guesses[row], tokens, book.by_confidence)
             if book is not plain and self._without is not None and self._without.guesses:
                 _compare(self._without.guesses[row], tokens, plain.by_confidence)
-
-
-def _readable(draft: Draft) -> bool:
-    """Whether a draft's confidences may decide what is checked of it, and are at hand."""
-    return draft.probs is None and draft.tokens.device.type == "cpu" and draft.confidence is not None
 
 
 def _compare(guess: Guess, tokens: Sequence[int], seen: Acceptance) -> None:

@@ -9,19 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hf_specgen.acceptance import Acceptance, Watched
+from hf_specgen.acceptance import Acceptance, Guess, Watched, prunable
 from hf_specgen.costs import LADDER, Curve, rungs
-from hf_specgen.draft import Draft
+from hf_specgen.draft import Draft, Node
 
 # What a drafter is believed to get right until it is seen; and what it may get right at best: one that would not pay
 # even then is not tried.
-UNSEEN, HOPED = 0.6, 0.9
+UNSEEN, HOPED = 0.5, 0.9
 # A drafter is cheap, and asked in every round, if its deepest draft costs less than this part of a round.
 CHEAP = 0.03
 # How deep to ask for a try, and while nobody knows what a draft costs.
 TRY_DEPTH = 1
 # Rounds without a dear drafter before it gets another try; doubled with each try in vain, up to the last.
-PATIENCE, MOST_PATIENCE = 4, 64
+PATIENCE, MOST_PATIENCE = 8, 64
 # A dear drafter gets a try while less was lost to it than this share of so many plain passes. As time goes by the same
 # share of it is forgiven; and no more is ever held against it than twice what it may lose, so that it is not shut out.
 LOSABLE, ROUNDS = 0.0125, 64
@@ -37,7 +37,8 @@ class Part:
 
     Args:
         drafts: seconds of a draft, by depth.
-        frozen: they are not learnt any more.
+        by_depth: how often it is right.
+        frozen: the seconds are not learnt any more.
         batch: rows.
 
     Attributes:
@@ -48,10 +49,10 @@ class Part:
         lost_s: seconds lost to it of late.
     """
 
-    def __init__(self, drafts: Curve, frozen: bool, batch: int) -> None:
+    def __init__(self, drafts: Curve, by_depth: Acceptance, frozen: bool, batch: int) -> None:
         self.drafts = drafts
+        self.by_depth = by_depth
         self.frozen = frozen
-        self.by_depth = Acceptance()
         self.bushiness = 1.0
         self.depth = 0
         self.dear = self.tried = False
@@ -59,8 +60,8 @@ class Part:
         self._asked = 0  # times
         self._last_s = 0.0  # of the last draft
         self._draft: Draft | None = None
-        self._watched: list[list[Watched]] = [[] for _ in range(batch)]
-        self._rested, self._patience = 0, PATIENCE
+        self._watched: list[list[tuple[Watched, int]]] = [[] for _ in range(batch)]
+        self._rested, self._patience = PATIENCE, PATIENCE
 
     @property
     def known(self) -> bool:
@@ -127,6 +128,14 @@ class Part:
     def drafted(self, draft: Draft) -> None:
         """Takes its draft, to see what comes of it."""
         self._draft = draft
+        if draft.nodes and self.dear and not self.tried:
+            self.bushiness = max(1.0, draft.nodes / self.depth)
+
+    def best_checked(self, nodes: Sequence[Sequence[Node]]) -> None:
+        """Takes note of what is best checked of all drafts: each row's nodes. Those of its own are some of them."""
+        if self._draft is not None and self._draft.nodes and self.dear and not self.tried:
+            rows = zip(Guess.rows(self._draft), nodes, strict=True)
+            self.bushiness = max(1.0, max(guess.among(best) for guess, best in rows) / self.depth)
 
     def took(self, seconds: float, round_s: float) -> float | None:
         """Takes note of a draft's seconds; those to be learnt, if they are.
@@ -157,21 +166,28 @@ class Part:
         """Sees how right its drafts are, checked or not, as far as tokens have come."""
         if self._draft is not None and self._draft.nodes:
             self.by_depth.fade()
-            for row, (ids, parents) in enumerate(
-                zip(self._draft.tokens.tolist(), self._draft.parents.tolist(), strict=True)
-            ):
-                nodes = [(token, parent, 0.0) for token, parent in zip(ids, parents, strict=True)]
-                self._watched[row].append(Watched(0.0, nodes))
+            for watching, nodes in zip(self._watched, self._likeliest(self._draft), strict=True):
+                watching.append((Watched(0.0, nodes), self.depth))
         hit = False
         for new, watching in zip(tokens, self._watched, strict=True):
-            for watched in watching.copy():
+            for watched, asked in watching.copy():
                 start = watched.kept + 1
-                for depth, right in enumerate(watched.follow(new), start):
-                    self.by_depth.saw(depth, UNSEEN, right)
+                right = watched.follow(new)
                 if watched.over:
-                    watching.remove(watched)
+                    watching.remove((watched, asked))
+                    # What it was asked for and says nothing of, it has not right.
+                    right += [False] * (right[-1:] == [True] and watched.kept < asked)
+                for depth, hits in enumerate(right, start):
+                    self.by_depth.saw(depth, UNSEEN, hits)
                 hit = hit or (start == 1 and watched.kept >= start)
         if self.tried:
             # After one that was right the next may follow at once.
             self._patience = PATIENCE if hit else min(2 * self._patience, MOST_PATIENCE)
             self._rested = self._patience if hit else 0
+
+    def _likeliest(self, draft: Draft) -> list[list[Node]]:
+        """Each row's nodes, as many as are counted on to be checked: what is promised is promised of these."""
+        most = max(1, round(self.depth * self.bushiness)) if prunable(draft) else draft.nodes
+        guesses = Guess.rows(draft)
+        ranked = [guess.likeliest(lambda said: said) for guess in guesses]
+        return [guess.part([place for _, place in row[:most]]) for guess, row in zip(guesses, ranked, strict=True)]

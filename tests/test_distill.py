@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import distill_drafter
+import families
 import generating
 import heads
 import pytest
@@ -146,6 +147,18 @@ def test_layers_that_cannot_be_kept_are_refused() -> None:
     for kept in ([], [0, 0], [2, 1], [0, 4], [-1]):
         with pytest.raises(ValueError, match="layers to keep must ascend from 0 to 3"):
             keep_layers(tied(), kept)
+
+
+def test_layers_that_keep_no_keys_are_no_sibling_by_themselves() -> None:
+    target = families.build("lfm2")
+    assert target.config.layer_types == ["conv", "full_attention", "conv"]
+    with pytest.raises(ValueError, match=r"none of layers \[0, 2\] attends.*keep some of \[1\]"):
+        keep_layers(target, [0, 2])
+    sibling = keep_layers(target, [0, 1])
+    ids = torch.tensor([[5, 6, 7, 8]])
+    wanted = target.generate(ids, max_new_tokens=4, do_sample=False)
+    said = sg.enable(target).generate(ids, max_new_tokens=4, do_sample=False, assistant=sg.DraftModel(sibling))
+    assert said.tolist() == wanted.tolist()
 
 
 # ---------------------------------------------------------------------------------------------------------- the loss

@@ -360,6 +360,8 @@ def test_what_cannot_be_done_is_refused(tmp_path: Path) -> None:
     model, out = talking.saved(tmp_path / "target"), tmp_path / "data"
     with pytest.raises(ValueError, match=r"--hidden_layers 7: the target has 0 .* to 2"):
         generate_data.main(arguments(model, out, hidden_layers=["7"], tokens=1))
+    with pytest.raises(ValueError, match=r"--top_logprobs 1000000 is more than .* has tokens"):
+        generate_data.main(arguments(model, out, top_logprobs=1_000_000, tokens=1))
     with pytest.raises(ValueError, match="no chat template"):
         generate_data.main(arguments(talking.saved(tmp_path / "mute", template=None), out, tokens=1))
     with pytest.raises(ValueError, match="none of 4 times 1 prompts"):

@@ -1,20 +1,25 @@
 """Parts of a combination under "auto": each is asked as deep as pays beside the others. Made-up costs, no model."""
 
+import math
 import random
 import statistics
+import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate, product
 
 import pytest
 import torch
 
 import hf_specgen as sg
+from hf_specgen.acceptance import Acceptance
 from hf_specgen.assistants import parts_of
 from hf_specgen.clock import Clock
 from hf_specgen.costs import LADDER, SHAPE, Costs, Platform, _covariance
-from hf_specgen.draft import Context, Draft, Limit, Needs, Request, named
+from hf_specgen.draft import Context, Draft, Limit, Needs, Node, Request, named
 from hf_specgen.length import AutoController, Situation, within
 from hf_specgen.loop import Turns
+from hf_specgen.parts import Part
 from hf_specgen.ranks import Ranks
 from hf_specgen.stats import Step
 
@@ -59,6 +64,44 @@ class Knows:
         return Draft.of_nodes([nodes])
 
 
+@dataclass(frozen=True)
+class Guesses:
+    """Drafts trees as Medusa's heads do: at each depth the right token is their first guess by some chance, or their
+    second, and so on, and their guesses are the same below every node.
+
+    Attributes:
+        number: tells it from others.
+        step_s: what a depth costs.
+        ranks: the chances of the first, second, ... guess.
+        says: what it says of them, times what is so.
+    """
+
+    number: int
+    step_s: float
+    ranks: tuple[float, ...]
+    says: float = 1.0
+    num_assistant_tokens: int | None = None
+    needs = Needs()
+
+    def start(self, target: object, request: Request) -> "Guesses":
+        return self
+
+    def propose(self, context: Context, limit: Limit) -> Draft:
+        (ids,), (depth,) = context.ids, limit.depth
+        levels = []
+        for place in range(len(ids), len(ids) + depth):
+            dice = random.Random(f"{self.number} {len(ids)} {place}").random()
+            bounds = list(accumulate(self.ranks))
+            right = next((rank for rank, bound in enumerate(bounds) if dice < bound), None)
+            levels.append([TEXT[place] if rank == right else 1 + rank for rank in range(len(self.ranks))])
+        paths = [path for deep in range(1, depth + 1) for path in product(range(len(self.ranks)), repeat=deep)]
+        said = [min(1.0, self.says * chance) for chance in self.ranks]
+        best = sorted(paths, key=lambda path: (-math.prod(said[rank] for rank in path), path))[: limit.nodes]
+        best.sort(key=len)
+        stands = {(): 0} | {path: place for place, path in enumerate(best, 1)}
+        return Draft.of_nodes([[(levels[len(path) - 1][path[-1]], stands[path[:-1]], said[path[-1]]) for path in best]])
+
+
 class Told(Turns):
     """A clock by which every part takes what it says it takes, and two steps more for the first draft, which reads."""
 
@@ -96,8 +139,12 @@ class Run:
         return sum(gained for _, gained in self.rounds) / self.seconds
 
 
-def leaves(drafter: object) -> list[Knows]:
-    return [drafter] if isinstance(drafter, Knows) else [one for part in drafter.drafters for one in leaves(part)]
+def leaves(drafter: object) -> list[Knows | Guesses]:
+    return (
+        [drafter]
+        if isinstance(drafter, Knows | Guesses)
+        else [one for part in drafter.drafters for one in leaves(part)]
+    )
 
 
 def costs_of(*drafters: object, frozen: bool = True) -> Costs:
@@ -134,9 +181,10 @@ def decode(drafter: object, tokens: int, costs: Costs | None = None, start: int 
             turns.ask(named(drafter), depth[0])
         part_s = turns.seconds()
         draft_s = sum(part_s.values())
-        right = 0
-        while right < checked.nodes and checked.tokens[0, right] == TEXT[len(ids) + right]:
-            right += 1
+        nodes = list(zip(checked.tokens[0].tolist(), checked.parents[0].tolist(), strict=True))
+        right = stand = 0
+        while (child := (TEXT[len(ids) + right], stand)) in nodes:
+            right, stand = right + 1, nodes.index(child) + 1
         gained = TEXT[len(ids) : len(ids) + right + 1]
         took = PASS[checked.nodes] + draft_s
         ids += gained
@@ -251,6 +299,77 @@ def test_a_dear_part_is_not_asked_while_a_copy_is_sure():
     after = decode(sg.Merge(cheap, dear), 400, costs_of(cheap, dear)).asked
     assert before[named(dear)] >= 0.8 * before[named(cheap)]
     assert after[named(dear)] - before[named(dear)] <= 0.2 * (after[named(cheap)] - before[named(cheap)])
+
+
+# ------------------------------------------------------------------------------------------------- what it is held to
+
+# Two guesses for the next token, and two behind each of them; of these the likelier ones are checked.
+TREE = [[(1, 0, 0.6), (2, 0, 0.3), (3, 1, 0.6), (4, 1, 0.2), (5, 2, 0.5), (6, 2, 0.1)]]
+CHECKED = [[(1, 0, 0.6), (3, 1, 0.6)]]
+
+
+def asked(part: Part, depth: int, draft: Draft, came: list[int], best: list[list[Node]] | None = None) -> Part:
+    """After twenty rounds in which it drafted this, and these tokens came."""
+    for _ in range(20):
+        part.begin()
+        part.ask(depth, dear=True)
+        part.drafted(draft)
+        if best is not None:
+            part.best_checked(best)
+        part.follow([came])
+    return part
+
+
+def part() -> Part:
+    return Part(Costs().drafts("made-up", 1, Platform()), Acceptance(), False, 1)
+
+
+def test_what_it_promises_it_promises_of_the_nodes_that_are_checked():
+    assert asked(part(), 2, Draft.of_nodes(TREE), [2, 5, 9], CHECKED).promised(2)[2] < 0.3
+    assert asked(part(), 2, Draft.of_nodes(TREE), [1, 3, 9], CHECKED).promised(2)[2] > 1.7
+    assert asked(part(), 2, Draft.of_nodes(TREE), [2, 5, 9], TREE).promised(2)[2] > 1.7
+    silent = replace(Draft.of_nodes(TREE), confidence=None)
+    assert asked(part(), 2, silent, [2, 5, 9]).promised(2)[2] > 1.7
+
+
+def test_it_promises_nothing_deeper_than_it_goes():
+    deep = asked(part(), 6, Draft.of_nodes([[(1, 0, 0.9), (2, 1, 0.9)]]), [1, 2, 9]).promised(6)
+    assert deep[2] > 1.6
+    assert deep[6] < deep[2] + 0.5
+
+
+def test_what_others_drafted_is_not_counted_as_its_own():
+    copy = [[(1, 0, 0.9), (3, 1, 0.9), *((100 + place, 2 + place, 0.9) for place in range(10))]]
+    assert asked(part(), 2, Draft.of_nodes(TREE), [1, 3, 9], copy).bushiness == 1.0
+    assert asked(part(), 2, Draft.of_nodes(TREE), [1, 3, 9], TREE).bushiness == 3.0
+
+
+# --------------------------------------------------------------------------------------------- from one call to another
+
+
+@pytest.mark.parametrize("kind", [None, *BOTH])
+def test_a_dear_part_that_loses_is_known_in_the_next_call(kind, monkeypatch):
+    # As on an accelerator: what nobody has seen yet would pay if it were right half the time.
+    monkeypatch.setattr(sys.modules[__name__], "PASS", {width: 1.0 + 0.01 * width for width in range(65)})
+    losing = Guesses(2, 0.15, (0.05, 0.02))
+    drafter = losing if kind is None else kind(Knows(1, 0.0005, sure(0.0)), losing)
+    costs = costs_of(drafter, frozen=False)
+    first, second = (decode(drafter, 64, costs, start).rounds for start in (START, START + 64))
+    assert sum(width > 0 for width, _ in first) >= 3
+    assert all(width == 0 for width, _ in second)
+
+
+def test_a_part_that_pays_is_asked_from_the_first_round_of_the_next_call():
+    dear = Knows(3, 0.25, sure(0.95))
+    costs = costs_of(dear, frozen=False)
+    first, second = (decode(dear, 64, costs, start).rounds for start in (START, START + 64))
+    assert first[0][0] == 0 < second[0][0]
+
+
+def test_frozen_costs_remember_no_call():
+    dear = Knows(3, 0.25, sure(0.95))
+    costs = costs_of(dear)
+    assert decode(dear, 64, costs) == decode(dear, 64, costs)
 
 
 # --------------------------------------------------------------------------------------------------------- it changes

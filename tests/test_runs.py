@@ -152,6 +152,20 @@ def test_what_began_with_other_arguments_is_not_resumed(tmp_path):
     assert begin(again, halved) == tmp_path
 
 
+def test_what_began_with_other_data_is_not_resumed(tmp_path):
+    data = tmp_path / "chats.jsonl"
+    data.write_text("one\n")
+    run = trainer(tmp_path / "out", max_steps=4)
+    arguments = replace(run.arguments, data=str(data))
+    begin(arguments, run.args)
+    run.train_or_resume()
+    again = replace(arguments, resume=True)
+    assert begin(again, run.args) == tmp_path / "out"
+    data.write_text("two\n")
+    with pytest.raises(SystemExit, match="held something else"):
+        begin(again, run.args)
+
+
 def test_what_is_read_is_not_written_over(tmp_path):
     run = trainer(tmp_path / "out")
     with pytest.raises(ValueError, match="is what --target is"):

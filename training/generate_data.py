@@ -107,6 +107,8 @@ def main(arguments: Arguments) -> None:
     )
     sg.enable(model)
     layers = layers_of(arguments.hidden_layers, model)
+    if arguments.top_logprobs > model.config.get_text_config(decoder=True).vocab_size:
+        raise ValueError(f"--top_logprobs {arguments.top_logprobs} is more than {arguments.target} has tokens")
     info = begin(model, layers, arguments)
     prompts, made = resumed(model, turns, arguments)
 

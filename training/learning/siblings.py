@@ -15,6 +15,9 @@ from hf_specgen.drafters.layer_view import Decoder
 # What a layer knows of its place, and what others do with it: not what it computes.
 OF_ITS_PLACE = {"layer_idx", "layer_id", "layer_index", "layer_number", "training", "gradient_checkpointing"}
 
+# Kinds of layers that keep no keys, as configs name them: a cache of these alone cannot tell how far it has come.
+WITHOUT_KEYS = {"linear_attention", "conv", "moe"}
+
 
 def spread(layers: int, count: int) -> list[int]:
     """Which layers to keep: a third of them the first ones, a third the last ones, between them evenly.
@@ -53,6 +56,12 @@ def keep_layers(model: PreTrainedModel, kept: Sequence[int]) -> PreTrainedModel:
     kept, total = list(kept), len(decoder.layers)
     if not kept or kept != sorted(set(kept)) or not 0 <= kept[0] <= kept[-1] < total:
         raise ValueError(f"layers to keep must ascend from 0 to {total - 1}, each once, not {kept}")
+    kinds = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or [None] * total
+    attending = [layer for layer, named in enumerate(kinds) if named not in WITHOUT_KEYS]
+    if attending and not set(attending) & set(kept):
+        raise ValueError(
+            f"none of layers {kept} attends, and so none knows how long a text is: keep some of {attending}"
+        )
     if getattr(model.config, "quantization_config", None) is not None:
         raise ValueError(f"{kind} is quantized: keep layers of its unquantized checkpoint, or give a drafter")
     sibling: Any = type(model)(_with(model.config, kept))
