@@ -39,7 +39,7 @@ ARROWS: dict[str, set[str] | None] = {
     "walk": {"draft", "verify", "sampling", "rows", "ranks"},
     "clock": set(),
     "files": set(),
-    "costs": {"files"},
+    "costs": {"acceptance", "files"},
     "acceptance": {"draft"},
     "parts": {"acceptance", "costs", "draft"},
     "length": {"acceptance", "costs", "draft", "parts", "stats"},
