@@ -14,7 +14,7 @@ from hf_specgen.draft import Draft, Node
 # A confidence counts as so many observations of itself; observations keep this part of their weight from round to
 # round, so that some twenty rounds are remembered.
 PRIOR, MEMORY = 6.0, 0.95
-# The weight that they keep from one text to another.
+# The part of their weight that they keep from one call to another.
 ANOTHER = 0.9
 # Drafts are trusted by this much of what they promise, which counts as so many promised tokens.
 AT_FIRST, PROMISES = 0.8, 3.0
@@ -52,7 +52,7 @@ class Acceptance:
         self._all_said += said
 
     def again(self) -> Acceptance:
-        """What it begins another text with: all that was seen, for half."""
+        """What another text begins with: all that was seen, for a little less."""
         begun = Acceptance()
         for mine, theirs in (self._right, begun._right), (self._seen, begun._seen):
             theirs.update(dict(mine))

@@ -161,8 +161,9 @@ def _of_a_draft() -> list[float]:
 class Costs:
     """Measured seconds of passes and drafts, by batch size. Learns from every call that uses it, unless it is frozen.
 
-    A model's costs are kept as long as it lives, so that only its first call has to learn them. Pass an object of your
-    own as `Auto(costs=...)` to keep it elsewhere. With frozen costs every choice is a function of the text alone.
+    A model's costs are kept as long as it lives, so that only its first call has to learn them; and beside them how often
+    its drafters were right. Pass an object of your own as `Auto(costs=...)` to keep it elsewhere. With frozen costs every
+    choice is a function of the text alone.
 
     Args:
         frozen: never changes.
@@ -207,7 +208,7 @@ class Costs:
         return self._curve(f"draft, {drafter}, batch {batch}, {platform}", _of_a_draft)
 
     def accepted(self, drafter: str) -> Acceptance:
-        """How often a drafter is right, by depth, for a call that begins: as in calls before, unless frozen.
+        """How often a drafter is right, by depth, for a call to go on from: what calls before saw of it, unless frozen.
 
         Args:
             drafter: its name.

@@ -1,8 +1,11 @@
 """What is known of one drafter, alone or as a part of a combination: its costs, how often it is right, what it lost.
 
 A dear drafter is not asked where it does not pay, and then nothing is learnt of it. So it gets a try now and then: a
-short draft that nobody checks, compared with the text that comes. What tries cost, and drafts that did not pay, stays
-within a small share of the time.
+short draft that nobody checks, compared with the text that comes. What tries cost, and drafts that did not pay, is
+booked, and the next try waits until a small share of the time has made up for it.
+
+Of a tree it promises what the nodes bring that are worth checking, and not what all of them would: its costs are those
+of the nodes that are checked.
 """
 
 from __future__ import annotations
@@ -13,8 +16,8 @@ from hf_specgen.acceptance import Acceptance, Guess, Watched, prunable
 from hf_specgen.costs import LADDER, Curve, rungs
 from hf_specgen.draft import Draft, Node
 
-# What a drafter is believed to get right until it is seen; and what it may get right at best: one that would not pay
-# even then is not tried.
+# What a drafter is believed to get right until it is seen: a try costs less than a draft that is checked in vain, so
+# rather too little. And what it may get right at best: one that would not pay even then is not tried.
 UNSEEN, HOPED = 0.5, 0.9
 # A drafter is cheap, and asked in every round, if its deepest draft costs less than this part of a round.
 CHEAP = 0.03
@@ -42,7 +45,7 @@ class Part:
         batch: rows.
 
     Attributes:
-        bushiness: nodes a level, of those of the last draft that were best to be checked.
+        bushiness: nodes a level, of those of its last draft that were best to be checked.
         depth: asked for in this round.
         dear: it costs something.
         tried: it is asked only to see how right it is.
@@ -167,18 +170,18 @@ class Part:
         if self._draft is not None and self._draft.nodes:
             self.by_depth.fade()
             for watching, nodes in zip(self._watched, self._likeliest(self._draft), strict=True):
-                watching.append((Watched(0.0, nodes), self.depth))
+                if nodes:
+                    watching.append((Watched(0.0, nodes), self.depth))
         hit = False
         for new, watching in zip(tokens, self._watched, strict=True):
             for watched, asked in watching.copy():
                 start = watched.kept + 1
-                right = watched.follow(new)
-                if watched.over:
-                    watching.remove((watched, asked))
-                    # What it was asked for and says nothing of, it has not right.
-                    right += [False] * (right[-1:] == [True] and watched.kept < asked)
+                # A text that goes on behind a draft's end: what it was asked for and did not say, it has not right.
+                right = [False] if watched.over and new else watched.follow(new)
                 for depth, hits in enumerate(right, start):
                     self.by_depth.saw(depth, UNSEEN, hits)
+                if watched.over and not (right[-1:] == [True] and watched.kept < asked):
+                    watching.remove((watched, asked))
                 hit = hit or (start == 1 and watched.kept >= start)
         if self.tried:
             # After one that was right the next may follow at once.

@@ -19,7 +19,7 @@ from hf_specgen.costs import LADDER, SHAPE, Costs, Platform, _covariance
 from hf_specgen.draft import Context, Draft, Limit, Needs, Node, Request, named
 from hf_specgen.length import AutoController, Situation, within
 from hf_specgen.loop import Turns
-from hf_specgen.parts import Part
+from hf_specgen.parts import UNSEEN, Part
 from hf_specgen.ranks import Ranks
 from hf_specgen.stats import Step
 
@@ -336,6 +336,20 @@ def test_it_promises_nothing_deeper_than_it_goes():
     deep = asked(part(), 6, Draft.of_nodes([[(1, 0, 0.9), (2, 1, 0.9)]]), [1, 2, 9]).promised(6)
     assert deep[2] > 1.6
     assert deep[6] < deep[2] + 0.5
+
+
+def test_where_a_text_ends_nothing_is_held_against_it():
+    """Near the end drafts are cut short, and many short answers would teach that depth never pays."""
+    short = part()
+    short.ask(6, dear=True)
+    short.drafted(Draft.of_nodes([[(1, 0, 0.9), (2, 1, 0.9)]]))
+    short.follow([[1, 2, 9]])
+    before = short.by_depth.chance(3, UNSEEN)
+    short.begin()
+    short.follow([[]])
+    assert short.by_depth.chance(3, UNSEEN) == before
+    short.follow([[9]])
+    assert short.by_depth.chance(3, UNSEEN) < before
 
 
 def test_what_others_drafted_is_not_counted_as_its_own():
