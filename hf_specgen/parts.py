@@ -180,7 +180,7 @@ class Part:
                 right = [False] if watched.over and new else watched.follow(new)
                 for depth, hits in enumerate(right, start):
                     self.by_depth.saw(depth, UNSEEN, hits)
-                if watched.over and not (right[-1:] == [True] and watched.kept < asked):
+                if watched.over and (right[-1:] == [False] or watched.kept >= asked):
                     watching.remove((watched, asked))
                 hit = hit or (start == 1 and watched.kept >= start)
         if self.tried:
