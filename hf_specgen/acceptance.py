@@ -15,7 +15,7 @@ from hf_specgen.draft import Draft, Node
 # round, so that some twenty rounds are remembered.
 PRIOR, MEMORY = 6.0, 0.95
 # The part of their weight that they keep from one call to another.
-ANOTHER = 0.9
+ANOTHER = 0.5
 # Drafts are trusted by this much of what they promise, which counts as so many promised tokens.
 AT_FIRST, PROMISES = 0.8, 3.0
 # Drafts are alike if they promise as many tokens between two of these.
@@ -52,7 +52,7 @@ class Acceptance:
         self._all_said += said
 
     def again(self) -> Acceptance:
-        """What another text begins with: all that was seen, for a little less."""
+        """What another text begins with: what was seen, for less."""
         begun = Acceptance()
         for mine, theirs in (self._right, begun._right), (self._seen, begun._seen):
             theirs.update(dict(mine))

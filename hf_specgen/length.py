@@ -31,8 +31,12 @@ MARGIN = 0.03
 class Controller(Protocol):
     """Decides how deep to draft and learns from what came of it. One controller lives as long as one call."""
 
-    def depth(self) -> int:
-        """The longest path to ask for in the coming round; 0 for plain decoding."""
+    def depth(self, most: int) -> int:
+        """The longest path to ask for in the coming round; 0 for plain decoding.
+
+        Args:
+            most: the longest that any row has room for; what is asked beyond it is cut off.
+        """
         ...
 
     def nodes(self) -> int:
@@ -86,7 +90,7 @@ class Fixed:
         """Itself, since it keeps nothing."""
         return self
 
-    def depth(self) -> int:
+    def depth(self, most: int) -> int:
         """See `Controller`."""
         return self.tokens
 
@@ -213,15 +217,16 @@ class AutoController:
         self._watched: list[list[tuple[Trust, Watched]]] = [[] for _ in range(situation.batch)]
         self._nodes = MOST_NODES
 
-    def depth(self) -> int:
+    def depth(self, most: int) -> int:
         """See `Controller`."""
         self._checked = self._without = None
         self._nodes = MOST_NODES
         for part in self.parts.values():
             part.begin()
+        most = min(most, self.most)
         if self.apart:
-            return self.most
-        share = self.share(self._whole, [True] * len(self._watched), Draft.empty(len(self._watched)))
+            return most
+        share = self.share(self._whole, [most] * len(self._watched), Draft.empty(len(self._watched)))
         self._nodes = share.nodes
         return share.depth
 
@@ -233,22 +238,25 @@ class AutoController:
         """Whether a part costs next to nothing, as far as is known."""
         return self.parts[name].cheap_depth(self.most, self._round_s) > 0
 
-    def share(self, name: str, wanted: Sequence[bool], beside: Draft) -> Share:
+    def share(self, name: str, room: Sequence[int], beside: Draft) -> Share:
         """What a part may draft.
 
         Args:
             name: of the part.
-            wanted: the rows that it would draft for.
+            room: the longest path that each row may have; 0 for one that it would not draft for.
             beside: what would be proposed without it.
         """
-        part = self.parts[name]
+        part, most = self.parts[name], min(self.most, max(room))
+        if not most:
+            return Share(0, 1, tried=False)
         if cheap := part.cheap_depth(self.most, self._round_s):
-            part.ask(cheap, dear=False)
-            return Share(cheap, MOST_NODES, tried=False)
+            depth = min(cheap, most)
+            part.ask(depth, dear=False)
+            return Share(depth, MOST_NODES, tried=False)
         self._without = self._weighed(beside, self._books[()])
-        promised = part.promised(self.most)
-        rate = self._rate_of(part, wanted, self._without)
-        depth = max(rungs(self.most), key=lambda depth: rate(depth, promised[depth]))
+        promised = part.promised(most)
+        rate = self._rate_of(part, room, self._without)
+        depth = max(rungs(most), key=lambda depth: rate(depth, promised[depth]))
         pays = part.known and rate(depth, promised[depth]) > self._without.rate
         tried = not pays and any(rate(d, hoped(d)) > self._without.rate for d in rungs(self.most))
         tried = tried and part.may_be_tried(self.passes(0))
@@ -259,7 +267,7 @@ class AutoController:
         # It need not make many more nodes than are checked; the best may come to be more.
         return Share(depth, min(MOST_NODES, max(FEWEST_NODES, 2 * round(depth * part.bushiness))), tried)
 
-    def _rate_of(self, part: Part, wanted: Sequence[bool], without: Weighed) -> Callable[[int, float], float]:
+    def _rate_of(self, part: Part, room: Sequence[int], without: Weighed) -> Callable[[int, float], float]:
         """Tokens a second with a part's draft: by its depth, and the tokens a row to expect of it.
 
         Of what is expected of it and of what is there without it the better counts, so that no copy is drafted twice.
@@ -267,7 +275,7 @@ class AutoController:
         others = [without.trust * tokens if without.width else 0.0 for tokens in without.promised]
 
         def rate(depth: int, mine: float) -> float:
-            tokens = sum(max(mine, other) if ask else other for ask, other in zip(wanted, others, strict=True))
+            tokens = sum(max(mine, other) if ask else other for ask, other in zip(room, others, strict=True))
             width = max(1, round(depth * part.bushiness), without.width)
             return (self._live + tokens) / (self._cost(width) + part.seconds(depth))
 

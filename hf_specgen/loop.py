@@ -79,7 +79,7 @@ class Turns:
 
     def limit(self, part: str, limit: Limit, beside: Draft) -> Limit:
         """See `Shares`."""
-        share = self.controller.share(part, [deep > 0 for deep in limit.depth], beside)
+        share = self.controller.share(part, limit.depth, beside)
         depth, nodes, tried = self.ranks.agree(torch.tensor([share.depth, share.nodes, share.tried])).tolist()
         self._tried, self._since = bool(tried), self.clock.now()
         return replace(limit, depth=tuple(min(depth, deep) for deep in limit.depth), nodes=min(nodes, limit.nodes))
@@ -177,8 +177,10 @@ def _propose(call: Call, last: Verified, turns: Turns | None) -> tuple[Draft, Dr
 def _asked(call: Call, last: Verified, turns: Turns | None) -> Draft:
     """Asks the session, and refuses an answer that breaks the limit."""
     rows = call.rows
-    wanted, reach = call.ranks.agree_on(call.controller.depth()), call.target.reach()
-    depth = within(wanted if reach is None else min(wanted, reach), rows.room())
+    room, reach = rows.room(), call.target.reach()
+    if reach is not None:
+        room = [min(left, reach + 1) for left in room]
+    depth = within(call.ranks.agree_on(call.controller.depth(max(0, max(room) - 1))), room)
     deepest = max(depth)
     if deepest == 0:
         return Draft.empty(rows.batch)

@@ -74,7 +74,8 @@ def replay(text: Text, drafter: Any, length: Length, seconds: Callable[[int], fl
     rounds: list[tuple[int, int]] = []
     spent = 0.0
     while (done := len(ids) - len(text.prompt)) < len(answer):
-        depth = within(controller.depth(), [len(answer) - done])
+        room = len(answer) - done
+        depth = within(controller.depth(room - 1), [room])
         limit = Limit(depth, max(controller.nodes(), *depth), chain=False)
         proposed = session.propose(Context([ids], [len(ids)], last=last), limit) if any(depth) else Draft.empty(1)
         checked = controller.choose(proposed)

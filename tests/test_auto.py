@@ -118,7 +118,7 @@ def test_widths_change_within_a_call_and_the_text_does_not():
         def start(self, situation):
             return self
 
-        def depth(self):
+        def depth(self, most):
             self.calls += 1
             return (0, 5, 1, 8)[self.calls % 4]
 

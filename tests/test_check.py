@@ -177,7 +177,7 @@ def test_cache_drafts_and_rows_are_those_of_the_call(kind, monkeypatch):
     lockstep = prepared[0].walk.rules.lockstep
     # One row is in step with itself.
     assert lockstep == (report.rows.startswith("in lockstep") and prompt.batch > 1)
-    assert prepared[0].controller.depth() == report.num_assistant_tokens == script.num_assistant_tokens
+    assert prepared[0].controller.depth(64) == report.num_assistant_tokens == script.num_assistant_tokens
 
 
 def test_every_kind_of_answer_is_among_them(model):

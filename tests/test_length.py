@@ -56,7 +56,7 @@ class World:
             controller.update(Step([[0]] * self.batch, [0] * self.batch, [0] * self.batch, seconds=9.0))
         for _ in range(rounds):
             now = len(self.widths)
-            depth = controller.depth()
+            depth = controller.depth(64)
             draft_s = self.draft_s(depth) if depth else 0.0
             draft = self._draft(depth)
             chosen = controller.choose(draft)
@@ -242,7 +242,7 @@ def tree(*nodes: tuple[int, int, float]) -> Draft:
 def test_of_a_tree_it_checks_the_nodes_that_are_likeliest_to_be_reached():
     costs = told(0.0, *[0.4] * 3, 0.41, *[3.0] * 8)  # up to four nodes are cheap
     controller = sg.Auto(costs=costs).start(Situation(batch=1))
-    controller.depth()
+    controller.depth(64)
     draft = tree((5, 0, 0.6), (6, 0, 0.3), (7, 1, 0.9), (8, 1, 0.05), (9, 2, 0.9), (4, 3, 0.9), (3, 5, 0.1))
     kept = controller.choose(draft)
     assert kept.tokens.tolist() == [[5, 6, 7, 4]]
@@ -254,7 +254,7 @@ def test_nonsense_from_a_drafter_is_no_reason_to_stop():
     nan = float("nan")
     for confidence in [nan, nan, 0.9], [-0.5, 2.0, 0.3], [float("inf"), -float("inf"), nan]:
         controller = sg.Auto(costs=told(0.0, *[0.3] * 12)).start(Situation(batch=1))
-        controller.depth()
+        controller.depth(64)
         draft = Draft(torch.tensor([[5, 6, 7]]), torch.tensor([[0, -1, 2]]), confidence=torch.tensor([confidence]))
         kept = controller.choose(draft)
         assert kept.nodes <= 1, "what hangs on a place without a node is no node"
@@ -273,7 +273,7 @@ def test_what_must_stay_whole_is_checked_whole_or_not_at_all():
     costs = told(0.0, *[0.4] * 4, *[0.8] * 8)
     controller = sg.Auto(costs=costs).start(Situation(batch=1))
     for confidence, nodes in ((0.9, 8), (0.1, 0)):
-        controller.depth()
+        controller.depth(64)
         row = [(5, place, confidence) for place in range(8)]
         draft = Draft.of_nodes([row])
         draft = Draft(draft.tokens, draft.parents, confidence=draft.confidence, is_chain=True, whole=True)
@@ -284,7 +284,7 @@ def test_what_was_drawn_from_probabilities_is_not_cut_down():
     draft = tree((5, 0, 0.01), (6, 1, 0.01))
     for probs, kept in (None, 0), (torch.full((1, 2, 9), 1 / 9), 2):
         controller = sg.Auto(costs=told(0.0, *[0.3] * 12)).start(Situation(batch=1))
-        controller.depth()
+        controller.depth(64)
         assert controller.choose(replace(draft, probs=probs)).nodes == kept
 
 
@@ -353,7 +353,7 @@ def test_rows_that_have_ended_promise_nothing():
     controller.update(Step([[1], [1]], [0, 0], [0, 0]))
     chosen = []
     for tokens in [[5], [5]], [[5], []], [[5], []]:
-        controller.depth()
+        controller.depth(64)
         chosen.append(controller.choose(Draft.of_nodes([[(5, 0, 0.9)], []])).nodes)
         controller.update(Step(tokens, [0, 0], [0, 0], seconds=1.0))
     assert chosen == [0, 0, 1], "two rows do not pay for a draft of one of them; one row alone does"
@@ -368,10 +368,10 @@ def test_a_bushy_draft_of_a_dear_drafter_costs_its_nodes():
     for level in 1, 4:
         controller = sg.Auto(costs=costs, most=8).start(Situation(batch=1))
         controller.update(Step([[1]], [0], [0]))
-        asked = controller.depth()
+        asked = controller.depth(64)
         draft = Draft.of_nodes([[(5, place // level * level, 0.9) for place in range(asked * level)]])
         controller.choose(Draft(draft.tokens, draft.parents))
-        depths.append(controller.depth())
+        depths.append(controller.depth(64))
     assert depths[0] > depths[1]
 
 
@@ -382,13 +382,13 @@ def test_of_a_bushy_draft_only_what_is_checked_counts_against_its_depth():
     costs.frozen = True
     controller = sg.Auto(costs=costs, most=8).start(Situation(batch=1))
     controller.update(Step([[1]], [0], [0]))
-    asked = controller.depth()
+    asked = controller.depth(64)
     # A sure path, and beside each of its nodes three that are hardly ever right.
     nodes = [(place, place - place % 4, 0.9 if place % 4 == 0 else 0.01) for place in range(4 * asked)]
     path = [0] + [1 + 4 * level for level in range(asked)]
     draft = Draft.of_nodes([[(token, path[place // 4], chance) for place, (token, _, chance) in enumerate(nodes)]])
     assert controller.choose(draft).nodes < draft.nodes
-    assert controller.depth() == asked
+    assert controller.depth(64) == asked
 
 
 def test_calls_of_one_model_share_what_they_learn():

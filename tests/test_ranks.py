@@ -260,7 +260,7 @@ class Moody:
     def start(self, situation: Any) -> Moody:
         return self
 
-    def depth(self) -> int:
+    def depth(self, most: int) -> int:
         return self.chance.randrange(6)
 
     def nodes(self) -> int:

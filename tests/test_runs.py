@@ -152,16 +152,21 @@ def test_what_began_with_other_arguments_is_not_resumed(tmp_path):
     assert begin(again, halved) == tmp_path
 
 
-def test_what_began_with_other_data_is_not_resumed(tmp_path):
-    data = tmp_path / "chats.jsonl"
-    data.write_text("one\n")
-    run = trainer(tmp_path / "out", max_steps=4)
-    arguments = replace(run.arguments, data=str(data))
+@pytest.mark.parametrize("data", ["chats.jsonl", "folder"])
+def test_what_began_with_other_data_is_not_resumed(tmp_path, data):
+    """What the training itself writes may lie among its data."""
+    held, out = tmp_path / data, tmp_path / "folder" / "out"
+    held.parent.mkdir(exist_ok=True)
+    out.parent.mkdir()
+    chats = held if data.endswith("jsonl") else held / "chats.jsonl"
+    chats.write_text("one\n")
+    run = trainer(out, max_steps=4)
+    arguments = replace(run.arguments, data=str(held))
     begin(arguments, run.args)
     run.train_or_resume()
     again = replace(arguments, resume=True)
-    assert begin(again, run.args) == tmp_path / "out"
-    data.write_text("two\n")
+    assert begin(again, run.args) == out
+    chats.write_text("two\n")
     with pytest.raises(SystemExit, match="held something else"):
         begin(again, run.args)
 

@@ -16,7 +16,7 @@ from hf_specgen.drafters.layer_view import Decoder
 OF_ITS_PLACE = {"layer_idx", "layer_id", "layer_index", "layer_number", "training", "gradient_checkpointing"}
 
 # Kinds of layers that keep no keys, as configs name them: a cache of these alone cannot tell how far it has come.
-WITHOUT_KEYS = {"linear_attention", "conv", "moe"}
+WITHOUT_KEYS = {"linear_attention", "mamba", "conv", "mlp", "moe"}
 
 
 def spread(layers: int, count: int) -> list[int]:

@@ -196,12 +196,41 @@ def data_of(data: str) -> dict[str, Any]:
     path = Path(data)
     if not path.exists():
         return {"name": data, "info": None, "fingerprint": None}
-    parts = (
-        [path] if path.is_file() else sorted(path.glob("*.parquet")) or sorted(filter(Path.is_file, path.rglob("*")))
-    )
+    parts = files_of(path)
     info = path / "data.json"
     told = json.loads(info.read_text(encoding="utf-8")) if info.is_file() else None
     return {"name": path.resolve().name, "info": told, "fingerprint": digest(parts) if parts else None}
+
+
+def files_of(data: Path) -> list[Path]:
+    """What a file or folder of data holds."""
+    if data.is_file():
+        return [data]
+    return sorted(data.glob("*.parquet")) or sorted(filter(Path.is_file, data.rglob("*")))
+
+
+def glance(data: Path, beside: Path) -> str | None:
+    """A mark, in hex, of what data are there; None where there are none on this machine.
+
+    It is the SHA-256 of names, sizes, and the first and last MiB of each file: recorded states fill disks.
+
+    Args:
+        data: a file or folder.
+        beside: a folder that does not count, though it may lie in `data`.
+    """
+    if not data.exists():
+        return None
+    whole = hashlib.sha256()
+    for path in files_of(data):
+        if beside.resolve() in path.resolve().parents:
+            continue
+        size = path.stat().st_size
+        whole.update(f"{path.relative_to(data)} {size} ".encode())
+        with path.open("rb") as file:
+            whole.update(file.read(2**20))
+            file.seek(max(0, size - 2**20))
+            whole.update(file.read())
+    return whole.hexdigest()
 
 
 def digest(paths: Iterable[Path]) -> str:

@@ -36,7 +36,7 @@ from transformers.trainer_utils import SaveStrategy
 
 from hf_specgen.files import write_whole
 from running.command_line import Help, refuse_below
-from running.provenance import data_of
+from running.provenance import glance
 
 logger = logging.getLogger(__name__)
 
@@ -45,8 +45,8 @@ TRAINED, COMPLETE, BEGUN = "trained.safetensors", "complete.json", "begun.json"
 MAY_CHANGE = ("resume", "minutes", "report", "save_dtype")
 # Arguments of Trainer that its loss curve depends on; with the rows of an update, however they are shared out.
 DECIDING = ("learning_rate", "lr_scheduler_type", "warmup_steps", "optim", "weight_decay", "adam_beta2", "seed")
-# What is kept beside the arguments: a fingerprint of what --data held.
-CONTENTS = "data_fingerprint"
+# What is kept beside the arguments: a mark of what --data held.
+CONTENTS = "data_mark"
 # Arguments that name what is read.
 GIVEN = ("target", "data", "drafter", "head", "heads")
 SAVED = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -152,7 +152,7 @@ def begin(arguments: CommonArguments, training: TrainingArguments) -> Path:
             raise ValueError(f"--output_dir is what --{name} is: it would be written over")
     asked |= {name: str(getattr(training, name)) for name in DECIDING}
     asked["batch"] = training.train_batch_size * training.gradient_accumulation_steps * training.world_size
-    asked[CONTENTS] = data_of(arguments.data)["fingerprint"]
+    asked[CONTENTS] = glance(Path(arguments.data), folder)
     if goes_on_from(folder, arguments.resume) is None:
         if is_main():
             folder.mkdir(parents=True, exist_ok=True)
