@@ -69,7 +69,7 @@ drafters: .venv/ready ## data and three drafters for the demo's model from nothi
 	target=$$($(BIN)/python -m hf_specgen.bench.smollm2) && $(BIN)/python training/generate_data.py --target "$$target" \
 		--out $(DRAFTERS)/data --minutes 28 --tokens 170000 --hidden_layers eagle3
 	$(call trained,train_medusa,medusa,--num_train_epochs 5 --save_dtype float16)
-	$(call trained,train_eagle,eagle3,--num_train_epochs 3 --draft_vocabulary 3584 --save_dtype float16)
+	$(call trained,train_eagle,eagle3,--num_train_epochs 4 --draft_vocabulary 3584 --save_dtype float16)
 	$(call trained,distill_drafter,sibling,--num_train_epochs 2 --layers 8)
 
 .venv/ready: pyproject.toml constraints.txt

@@ -120,6 +120,14 @@ def test_merged_siblings_never_sum_to_more_than_one(seed):
     assert max(sums.values()) <= 1 + 1e-9
 
 
+def test_nonsense_from_a_drafter_is_no_reason_to_stop():
+    said = torch.tensor([[-0.5, 2.0, float("nan")]])
+    (odd,) = on_host(Draft(torch.tensor([[5, 6, 7]]), torch.tensor([[0, 1, 2]]), confidence=said))
+    assert odd == [(5, 0, 0.0), (6, 1, 1.0), (7, 2, 0.0)]
+    kept = Trie([[(4, 0, 0.5)], odd], 3).best(64)
+    assert [(token, parent) for token, parent, _ in kept] == [(4, 0), (5, 0), (6, 2), (7, 3)]
+
+
 def test_who_agrees_strengthens_and_who_disagrees_speaks_for_the_rest():
     agreed = Trie([[(5, 0, 0.8)], [(5, 0, 0.6)]], depth=3).best(9)
     assert agreed == [(5, 0, pytest.approx(0.8 + 0.2 * 0.6))]

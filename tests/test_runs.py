@@ -166,6 +166,9 @@ def test_what_began_with_other_data_is_not_resumed(tmp_path, data):
     run.train_or_resume()
     again = replace(arguments, resume=True)
     assert begin(again, run.args) == out
+    if held.is_dir():
+        (held / "more.jsonl").write_text("three\n")
+        assert begin(again, run.args) == out, "data may grow"
     chats.write_text("two\n")
     with pytest.raises(SystemExit, match="held something else"):
         begin(again, run.args)

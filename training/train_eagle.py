@@ -203,7 +203,7 @@ if __name__ == "__main__":
             warmup_steps=0.05,
             num_train_epochs=3,
             adam_beta2=0.95,
-            per_device_train_batch_size=8,
+            per_device_train_batch_size=4,
             train_sampling_strategy="group_by_length",
         )
     )

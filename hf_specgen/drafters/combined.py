@@ -122,10 +122,13 @@ class Sessions:
 def on_host(draft: Draft) -> list[list[Node]]:
     """A draft as `Draft.of_nodes` takes it: row by row, places without a node left out.
 
-    Where its drafter names no confidence, a node has `ASSUMED` of what its elder siblings left.
+    Where its drafter names no confidence, a node has `ASSUMED` of what its elder siblings left. What is no chance
+    counts as the nearest, and NaN as none.
     """
     tokens, parents = draft.tokens.tolist(), draft.parents.tolist()
-    confidence = [[None] * draft.nodes] * len(tokens) if draft.confidence is None else draft.confidence.tolist()
+    confidence: list[list[float | None]] = [[None] * draft.nodes] * len(tokens)
+    if draft.confidence is not None:
+        confidence = draft.confidence.nan_to_num(0.0).clamp(0, 1).tolist()
     return [_row(*row) for row in zip(tokens, parents, confidence, strict=True)]
 
 

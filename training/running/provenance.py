@@ -209,28 +209,27 @@ def files_of(data: Path) -> list[Path]:
     return sorted(data.glob("*.parquet")) or sorted(filter(Path.is_file, data.rglob("*")))
 
 
-def glance(data: Path, beside: Path) -> str | None:
-    """A mark, in hex, of what data are there; None where there are none on this machine.
+def glance(data: Path, beside: Path) -> dict[str, str]:
+    """A mark, in hex, of each file of data by its name; none where they are not on this machine.
 
-    It is the SHA-256 of names, sizes, and the first and last MiB of each file: recorded states fill disks.
+    It is the SHA-256 of its size and its first and last MiB: recorded states fill disks.
 
     Args:
         data: a file or folder.
         beside: a folder that does not count, though it may lie in `data`.
     """
-    if not data.exists():
-        return None
-    whole = hashlib.sha256()
-    for path in files_of(data):
+    marks = {}
+    for path in files_of(data) if data.exists() else ():
         if beside.resolve() in path.resolve().parents:
             continue
         size = path.stat().st_size
-        whole.update(f"{path.relative_to(data)} {size} ".encode())
+        whole = hashlib.sha256(str(size).encode())
         with path.open("rb") as file:
             whole.update(file.read(2**20))
             file.seek(max(0, size - 2**20))
             whole.update(file.read())
-    return whole.hexdigest()
+        marks[str(path.relative_to(data))] = whole.hexdigest()
+    return marks
 
 
 def digest(paths: Iterable[Path]) -> str:

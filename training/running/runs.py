@@ -45,8 +45,8 @@ TRAINED, COMPLETE, BEGUN = "trained.safetensors", "complete.json", "begun.json"
 MAY_CHANGE = ("resume", "minutes", "report", "save_dtype")
 # Arguments of Trainer that its loss curve depends on; with the rows of an update, however they are shared out.
 DECIDING = ("learning_rate", "lr_scheduler_type", "warmup_steps", "optim", "weight_decay", "adam_beta2", "seed")
-# What is kept beside the arguments: a mark of what --data held.
-CONTENTS = "data_mark"
+# What is kept beside the arguments: marks of what --data held.
+CONTENTS = "data_marks"
 # Arguments that name what is read.
 GIVEN = ("target", "data", "drafter", "head", "heads")
 SAVED = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -160,9 +160,11 @@ def begin(arguments: CommonArguments, training: TrainingArguments) -> Path:
         return folder
     begun = json.loads((folder / BEGUN).read_text(encoding="utf-8")) if (folder / BEGUN).is_file() else asked
     for name, value in json.loads(json.dumps(asked)).items():
-        if name == CONTENTS and begun.get(name, value) != value:
-            raise SystemExit(f"{folder} was begun when --data {arguments.data} held something else: begin anew")
-        if begun.get(name, value) != value:
+        if name == CONTENTS:
+            # More of them is no other data.
+            if not begun.get(name, {}).items() <= value.items():
+                raise SystemExit(f"{folder} was begun when --data {arguments.data} held something else: begin anew")
+        elif begun.get(name, value) != value:
             raise SystemExit(f"{folder} was begun with --{name} {begun.get(name)}, not {value}: resume with the same")
     return folder
 
