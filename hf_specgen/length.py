@@ -313,7 +313,7 @@ class AutoController:
     @property
     def _book(self) -> Book:
         """Of those that drafted in this round."""
-        dear = [name for name, part in self.parts.items() if part.depth and part.dear and not part.tried]
+        dear = [name for name, part in self.parts.items() if part.dearly_asked]
         return self._books[tuple(dear) if self.apart else ()]
 
     def _weighed(self, draft: Draft, book: Book) -> Weighed:

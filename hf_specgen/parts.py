@@ -129,19 +129,19 @@ class Part:
         return self._rested >= self._patience and self.lost_s + min(self.seconds(TRY_DEPTH), most) <= most
 
     @property
-    def _counts(self) -> bool:
-        """Whether this round's draft costs something and is to be used; another rank's may come unasked."""
+    def dearly_asked(self) -> bool:
+        """Whether it was asked in this round for a draft that costs something and is to be used."""
         return self.depth > 0 and self.dear and not self.tried
 
     def drafted(self, draft: Draft) -> None:
         """Takes its draft, to see what comes of it."""
         self._draft = draft
-        if draft.nodes and self._counts:
+        if draft.nodes and self.dearly_asked:
             self.bushiness = max(1.0, draft.nodes / self.depth)
 
     def best_checked(self, nodes: Sequence[Sequence[Node]]) -> None:
         """Takes note of what is best checked of all drafts: each row's nodes. Those of its own are some of them."""
-        if self._draft is not None and self._draft.nodes and self._counts:
+        if self._draft is not None and self._draft.nodes and self.dearly_asked:
             rows = zip(Guess.rows(self._draft), nodes, strict=True)
             self.bushiness = max(1.0, max(guess.among(best) for guess, best in rows) / self.depth)
 

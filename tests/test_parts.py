@@ -30,8 +30,18 @@ PASS = {width: 1.7 + 0.03 * width if width else 1.0 for width in range(65)}
 Chance = Callable[[int], float]
 
 
+class Leaf:
+    """A drafter that is its own session."""
+
+    num_assistant_tokens: int | None = None
+    needs = Needs()
+
+    def start(self, target: object, request: Request) -> "Leaf":
+        return self
+
+
 @dataclass(frozen=True)
-class Knows:
+class Knows(Leaf):
     """Drafts chains of which each token is right by a chance that depends on the place; says nothing where that is 0.
 
     Attributes:
@@ -46,11 +56,6 @@ class Knows:
     right: Chance
     says: Chance | None = None
     silent: bool = True
-    num_assistant_tokens: int | None = None
-    needs = Needs()
-
-    def start(self, target: object, request: Request) -> "Knows":
-        return self
 
     def propose(self, context: Context, limit: Limit) -> Draft:
         (ids,), (depth,) = context.ids, limit.depth
@@ -65,7 +70,7 @@ class Knows:
 
 
 @dataclass(frozen=True)
-class Guesses:
+class Guesses(Leaf):
     """Drafts trees as Medusa's heads do: at each depth the right token is their first guess by some chance, or their
     second, and so on, and their guesses are the same below every node.
 
@@ -80,11 +85,6 @@ class Guesses:
     step_s: float
     ranks: tuple[float, ...]
     says: float = 1.0
-    num_assistant_tokens: int | None = None
-    needs = Needs()
-
-    def start(self, target: object, request: Request) -> "Guesses":
-        return self
 
     def propose(self, context: Context, limit: Limit) -> Draft:
         (ids,), (depth,) = context.ids, limit.depth
@@ -139,12 +139,8 @@ class Run:
         return sum(gained for _, gained in self.rounds) / self.seconds
 
 
-def leaves(drafter: object) -> list[Knows | Guesses]:
-    return (
-        [drafter]
-        if isinstance(drafter, Knows | Guesses)
-        else [one for part in drafter.drafters for one in leaves(part)]
-    )
+def leaves(drafter: object) -> list[Leaf]:
+    return [drafter] if isinstance(drafter, Leaf) else [one for part in drafter.drafters for one in leaves(part)]
 
 
 def costs_of(*drafters: object, frozen: bool = True) -> Costs:
