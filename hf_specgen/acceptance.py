@@ -14,8 +14,8 @@ from hf_specgen.draft import Draft, Node
 # A confidence counts as so many observations of itself; observations keep this part of their weight from round to
 # round, so that some twenty rounds are remembered.
 PRIOR, MEMORY = 6.0, 0.95
-# The part of their weight that they keep from one call to another.
-ANOTHER = 0.5
+# So many at most are remembered from one call to another: another text is another matter.
+ANOTHER = 6.0
 # Drafts are trusted by this much of what they promise, which counts as so many promised tokens.
 AT_FIRST, PROMISES = 0.8, 3.0
 # Drafts are alike if they promise as many tokens between two of these.
@@ -52,12 +52,12 @@ class Acceptance:
         self._all_said += said
 
     def again(self) -> Acceptance:
-        """What another text begins with: what was seen, for less."""
+        """What another text begins with: what was seen, if it was much for less."""
         begun = Acceptance()
         for mine, theirs in (self._right, begun._right), (self._seen, begun._seen):
             theirs.update(dict(mine))
         begun._all_right, begun._all_said = self._all_right, self._all_said
-        begun.fade(ANOTHER)
+        begun.fade(ANOTHER / max([ANOTHER, *self._seen.values()]))
         return begun
 
     def fade(self, kept: float = MEMORY) -> None:

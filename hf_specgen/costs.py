@@ -19,8 +19,8 @@ from weakref import WeakKeyDictionary
 
 from torch.nn import Module
 
-from hf_specgen.acceptance import Acceptance
 from hf_specgen.files import write_whole
+from hf_specgen.record import Record
 
 # Widths with an estimate of their own; between them it is interpolated.
 LADDER = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
@@ -172,7 +172,7 @@ class Costs:
     def __init__(self, frozen: bool = False) -> None:
         self.frozen = frozen
         self._curves: dict[str, Curve] = {}
-        self._accepted: dict[str, Acceptance] = {}
+        self._records: dict[str, Record] = {}
         self._lock = threading.Lock()
 
     def __deepcopy__(self, memo: dict[int, object]) -> Costs:
@@ -207,17 +207,17 @@ class Costs:
         """
         return self._curve(f"draft, {drafter}, batch {batch}, {platform}", _of_a_draft)
 
-    def accepted(self, drafter: str) -> Acceptance:
-        """How often a drafter is right, by depth, for a call to go on from: what calls before saw of it, unless frozen.
+    def record(self, drafter: str) -> Record:
+        """What a call goes on from: what calls before saw of a drafter, unless frozen.
 
         Args:
             drafter: its name.
         """
         with self._lock:
-            seen = self._accepted[drafter].again() if drafter in self._accepted else Acceptance()
+            record = self._records[drafter].again() if drafter in self._records else Record()
             if not self.frozen:
-                self._accepted[drafter] = seen
-            return seen
+                self._records[drafter] = record
+            return record
 
     def _curve(self, key: str, prior: Callable[[], list[float]]) -> Curve:
         with self._lock:

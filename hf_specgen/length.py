@@ -18,6 +18,7 @@ from hf_specgen.acceptance import MEMORY, Acceptance, Guess, Trust, Watched, pru
 from hf_specgen.costs import Costs, Platform, rungs
 from hf_specgen.draft import Draft, Node
 from hf_specgen.parts import TRY_DEPTH, Part, hoped
+from hf_specgen.record import RIGHT
 from hf_specgen.stats import Step
 
 # How many standard deviations of doubt a cost is given credit for: what was not tried for long gets a try.
@@ -205,7 +206,7 @@ class AutoController:
         self.parts: dict[str, Part] = {}
         for name in situation.parts or (situation.drafter,):
             drafts = situation.costs.drafts(name, situation.batch, situation.platform)
-            self.parts[name] = Part(drafts, situation.costs.accepted(name), situation.costs.frozen, situation.batch)
+            self.parts[name] = Part(drafts, situation.costs.record(name), situation.costs.frozen, situation.batch)
         self._whole = situation.drafter
         self._books: defaultdict[tuple[str, ...], Book] = defaultdict(Book)  # by the dear parts that drafted along
         self._rounds = 0
@@ -258,8 +259,8 @@ class AutoController:
         rate = self._rate_of(part, room, self._without)
         depth = max(rungs(most), key=lambda depth: rate(depth, promised[depth]))
         pays = part.known and rate(depth, promised[depth]) > self._without.rate
-        tried = not pays and any(rate(d, hoped(d)) > self._without.rate for d in rungs(self.most))
-        tried = tried and part.may_be_tried(self.passes(0))
+        tried = not pays and part.may_be_tried(self.passes(0))
+        tried = tried and any(rate(d, hoped(d)) > self._without.rate for d in rungs(self.most))
         depth = depth if pays else TRY_DEPTH if tried else 0
         if not depth:
             return Share(0, 1, tried=False)
@@ -359,17 +360,20 @@ class AutoController:
                 took = part.took(step.part_s.get(name, 0.0) if self.apart else step.draft_s, self._round_s)
                 if took is not None:
                     self.costs.learn(part.drafts, part.depth, took)
-            part.lose(self._lost(part, step), self.passes(step.width), self.passes(0))
-            part.follow(step.tokens)
+            lost_s = self._lost(part, step, part.follow(step.tokens))
+            part.record.lose(lost_s / self.passes(0), self.passes(step.width) / self.passes(0))
         self._learn(step)
 
-    def _lost(self, part: Part, step: Step) -> float:
-        """Seconds that a dear part's draft cost more than the same tokens would have without it."""
+    def _lost(self, part: Part, step: Step, right: bool) -> float:
+        """Seconds that a dear part's draft cost more than the same tokens would have without it.
+
+        A try was right if the text began as it said, and hardly counts then.
+        """
         without = self._without
         if not part.depth or not part.dear:
             return 0.0
         if part.tried or without is None:
-            return part.draft_s
+            return part.draft_s * (RIGHT if right else 1.0)
         alone = [
             min(len(tokens), 1 + sum(Watched(0.0, nodes if without.width else ()).follow(tokens)))
             for tokens, nodes in zip(step.tokens, without.kept, strict=True)

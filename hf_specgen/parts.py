@@ -1,9 +1,5 @@
 """What is known of one drafter, alone or as a part of a combination: its costs, how often it is right, what it lost.
 
-A dear drafter is not asked where it does not pay, and then nothing is learnt of it. So it gets a try now and then: a
-short draft that nobody checks, compared with the text that comes. What tries cost, and drafts that did not pay, is
-booked, and the next try waits until a small share of the time has made up for it.
-
 Of a tree it promises what the nodes bring that are worth checking, and not what all of them would: its costs are those
 of the nodes that are checked.
 """
@@ -12,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hf_specgen.acceptance import Acceptance, Guess, Watched, prunable
+from hf_specgen.acceptance import Guess, Watched, prunable
 from hf_specgen.costs import LADDER, Curve, rungs
 from hf_specgen.draft import Draft, Node
+from hf_specgen.record import Record
 
 # What a drafter is believed to get right until it is seen: a try costs less than a draft that is checked in vain, so
 # rather too little. And what it may get right at best: one that would not pay even then is not tried.
@@ -23,11 +20,6 @@ UNSEEN, HOPED = 0.5, 0.9
 CHEAP = 0.03
 # How deep to ask for a try, and while nobody knows what a draft costs.
 TRY_DEPTH = 1
-# Rounds without a dear drafter before it gets another try; doubled with each try in vain, up to the last.
-PATIENCE, MOST_PATIENCE = 8, 64
-# A dear drafter gets a try while less was lost to it than this share of so many plain passes. As time goes by the same
-# share of it is forgiven; and no more is ever held against it than twice what it may lose, so that it is not shut out.
-LOSABLE, ROUNDS = 0.0125, 64
 
 
 def hoped(depth: int) -> float:
@@ -40,7 +32,7 @@ class Part:
 
     Args:
         drafts: seconds of a draft, by depth.
-        by_depth: how often it is right.
+        record: what is known of it otherwise.
         frozen: the seconds are not learnt any more.
         batch: rows.
 
@@ -49,34 +41,26 @@ class Part:
         depth: asked for in this round.
         dear: it costs something.
         tried: it is asked only to see how right it is.
-        lost_s: seconds lost to it of late.
+        deepest: the deepest draft whose costs are known.
     """
 
-    def __init__(self, drafts: Curve, by_depth: Acceptance, frozen: bool, batch: int) -> None:
+    def __init__(self, drafts: Curve, record: Record, frozen: bool, batch: int) -> None:
         self.drafts = drafts
-        self.by_depth = by_depth
+        self.record = record
         self.frozen = frozen
         self.bushiness = 1.0
         self.depth = 0
         self.dear = self.tried = False
-        self.lost_s = 0.0
+        self.deepest = LADDER[-1] if frozen else 0
         self._asked = 0  # times
         self._last_s = 0.0  # of the last draft
         self._draft: Draft | None = None
         self._watched: list[list[tuple[Watched, int]]] = [[] for _ in range(batch)]
-        self._rested, self._patience = PATIENCE, PATIENCE
 
     @property
     def known(self) -> bool:
         """Its costs are."""
         return self.deepest > 0
-
-    @property
-    def deepest(self) -> int:
-        """The deepest draft whose costs are."""
-        if self.frozen:
-            return LADDER[-1]
-        return max((depth for depth, count in zip(LADDER, self.drafts.seen, strict=True) if count), default=0)
 
     def seconds(self, depth: int) -> float:
         """Of a draft; deeper than was ever asked for in proportion to the depth."""
@@ -88,20 +72,22 @@ class Part:
 
         What is not known to cost more deep down is asked for somewhat more each time.
         """
-        cheap = max((depth for depth in rungs(most) if self.seconds(depth) < CHEAP * round_s), default=0)
-        return cheap if self.known and (cheap == most or cheap > self.deepest) else 0
+        depths = (depth for depth in reversed(rungs(most)) if depth == most or depth > self.deepest)
+        return next((depth for depth in depths if self.known and self.seconds(depth) < CHEAP * round_s), 0)
 
     def promised(self, most: int) -> list[float]:
         """The tokens that may be expected of a draft, by its depth from 0 to `most`."""
         promised, reached = [0.0], 1.0
         for depth in range(1, most + 1):
-            reached *= self.by_depth.chance(depth, UNSEEN)
+            reached *= self.record.by_depth.chance(depth, UNSEEN)
             promised.append(promised[-1] + reached)
         return promised
 
     def begin(self) -> None:
         """A round begins, in which nobody has asked it yet."""
         self.depth, self.tried, self._draft = 0, False, None
+        if not self.frozen:
+            self.deepest = max((depth for depth, seen in zip(LADDER, self.drafts.seen, strict=True) if seen), default=0)
 
     def ask(self, depth: int, dear: bool, tried: bool = False) -> None:
         """It is asked for a draft.
@@ -114,7 +100,7 @@ class Part:
         self.depth, self.dear, self.tried = depth, dear, tried
         self._asked += 1
         if not tried:
-            self._rested, self._patience = 0, PATIENCE
+            self.record.used()
 
     def may_be_tried(self, plain_s: float) -> bool:
         """Whether it is time for a try, and it may cost something still.
@@ -122,11 +108,8 @@ class Part:
         Args:
             plain_s: seconds of a plain pass.
         """
-        self._rested += 1
-        if not self.known:
-            return True
-        most = LOSABLE * ROUNDS * plain_s
-        return self._rested >= self._patience and self.lost_s + min(self.seconds(TRY_DEPTH), most) <= most
+        self.record.rests()
+        return not self.known or self.record.may_be_tried(self.seconds(TRY_DEPTH) / plain_s)
 
     @property
     def dearly_asked(self) -> bool:
@@ -159,21 +142,14 @@ class Part:
         reads = self._asked == 1 and not self.frozen
         return max(self._last_s, self.drafts(self.depth)) if reads or not self.known else self.drafts(self.depth)
 
-    def lose(self, lost_s: float, round_s: float, plain_s: float) -> None:
-        """Takes note of a round.
+    def follow(self, tokens: Sequence[Sequence[int]]) -> bool:
+        """Sees how right its drafts are, checked or not, as far as tokens have come.
 
-        Args:
-            lost_s: seconds lost to it; gains make up for earlier losses only.
-            round_s: seconds of the round's pass.
-            plain_s: seconds of a plain pass.
+        Returns:
+            Whether the text began as it drafted in this round.
         """
-        left = self.lost_s + lost_s - LOSABLE * round_s
-        self.lost_s = min(max(left, 0.0), 2 * LOSABLE * ROUNDS * plain_s)
-
-    def follow(self, tokens: Sequence[Sequence[int]]) -> None:
-        """Sees how right its drafts are, checked or not, as far as tokens have come."""
         if self._draft is not None and self._draft.nodes:
-            self.by_depth.fade()
+            self.record.by_depth.fade()
             for watching, nodes in zip(self._watched, self._likeliest(self._draft), strict=True):
                 if nodes:
                     watching.append((Watched(0.0, nodes), self.depth))
@@ -184,14 +160,13 @@ class Part:
                 # A text that goes on behind a draft's end: what it was asked for and did not say, it has not right.
                 right = [False] if watched.over and new else watched.follow(new)
                 for depth, hits in enumerate(right, start):
-                    self.by_depth.saw(depth, UNSEEN, hits)
+                    self.record.by_depth.saw(depth, UNSEEN, hits)
                 if watched.over and (right[-1:] == [False] or watched.kept >= asked):
                     watching.remove((watched, asked))
                 hit = hit or (start == 1 and watched.kept >= start)
         if self.tried:
-            # After one that was right the next may follow at once.
-            self._patience = PATIENCE if hit else min(2 * self._patience, MOST_PATIENCE)
-            self._rested = self._patience if hit else 0
+            self.record.tried(hit)
+        return hit
 
     def _likeliest(self, draft: Draft) -> list[list[Node]]:
         """Each row's nodes, as many as are counted on to be checked: what is promised is promised of these."""
