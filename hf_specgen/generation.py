@@ -258,6 +258,7 @@ def _situation(model: PreTrainedModel, target: Target, drafter: Drafter, length:
         parts=parts_of(drafter) if isinstance(length, Auto) else (),
         platform=_platform(model, target.device),
         costs=costs_of(model),
+        prompt=target.prompt.input_ids.numel(),
     )
 
 

@@ -27,6 +27,8 @@ CREDIT = 0.3
 MOST_NODES, FEWEST_NODES = 64, 8
 # What drafting must promise beyond plain decoding: of several estimates the highest is mostly too high.
 MARGIN = 0.03
+# Tokens that a text is expected to go on for at most: over so many it must pay to read the prompt.
+MOST_AHEAD = 128
 
 
 class Controller(Protocol):
@@ -63,6 +65,7 @@ class Situation:
         platform: what the target runs on.
         costs: of this target, as far as they are known.
         parts: the names of a combination's parts, where each is asked about by itself; see `hf_specgen.draft.Shares`.
+        prompt: positions of the prompt, of all rows.
     """
 
     batch: int
@@ -70,6 +73,7 @@ class Situation:
     platform: Platform = field(default_factory=Platform)
     costs: Costs = field(default_factory=Costs)
     parts: tuple[str, ...] = ()
+    prompt: int = 0
 
 
 @dataclass(frozen=True)
@@ -205,8 +209,9 @@ class AutoController:
         self.apart = bool(situation.parts)
         self.parts: dict[str, Part] = {}
         for name in situation.parts or (situation.drafter,):
-            drafts = situation.costs.drafts(name, situation.batch, situation.platform)
-            self.parts[name] = Part(drafts, situation.costs.record(name), situation.costs.frozen, situation.batch)
+            drafts = self.costs.drafts(name, situation.batch, situation.platform)
+            record = self.costs.record(name)
+            self.parts[name] = Part(drafts, record, self.costs.frozen, situation.batch, situation.prompt)
         self._whole = situation.drafter
         self._books: defaultdict[tuple[str, ...], Book] = defaultdict(Book)  # by the dear parts that drafted along
         self._rounds = 0
@@ -217,6 +222,7 @@ class AutoController:
         self._without: Weighed | None = None
         self._watched: list[list[tuple[Trust, Watched]]] = [[] for _ in range(situation.batch)]
         self._nodes = MOST_NODES
+        self._ahead = MOST_AHEAD  # tokens that a row may still gain
 
     def depth(self, most: int) -> int:
         """See `Controller`."""
@@ -224,6 +230,7 @@ class AutoController:
         self._nodes = MOST_NODES
         for part in self.parts.values():
             part.begin()
+        self._ahead = min(most + 1, MOST_AHEAD)
         most = min(most, self.most)
         if self.apart:
             return most
@@ -273,12 +280,14 @@ class AutoController:
 
         Of what is expected of it and of what is there without it the better counts, so that no copy is drafted twice.
         """
+        reading_s = part.reading_s
         others = [without.trust * tokens if without.width else 0.0 for tokens in without.promised]
 
         def rate(depth: int, mine: float) -> float:
             tokens = sum(max(mine, other) if ask else other for ask, other in zip(room, others, strict=True))
             width = max(1, round(depth * part.bushiness), without.width)
-            return (self._live + tokens) / (self._cost(width) + part.seconds(depth))
+            share = (self._live + tokens) / (self._live * self._ahead)  # of the text
+            return (self._live + tokens) / (self._cost(width) + part.seconds(depth) + share * reading_s)
 
         return rate
 
@@ -367,7 +376,7 @@ class AutoController:
     def _lost(self, part: Part, step: Step, right: bool) -> float:
         """Seconds that a dear part's draft cost more than the same tokens would have without it.
 
-        A try was right if the text began as it said, and hardly counts then.
+        A try was right if the text began as it said, and counts for less then.
         """
         without = self._without
         if not part.depth or not part.dear:

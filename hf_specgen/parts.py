@@ -35,6 +35,7 @@ class Part:
         record: what is known of it otherwise.
         frozen: the seconds are not learnt any more.
         batch: rows.
+        prompt: positions of the prompt, of all rows.
 
     Attributes:
         bushiness: nodes a level, of those of its last draft that were best to be checked.
@@ -42,9 +43,10 @@ class Part:
         dear: it costs something.
         tried: it is asked only to see how right it is.
         deepest: the deepest draft whose costs are known.
+        unread: positions that its first draft reads.
     """
 
-    def __init__(self, drafts: Curve, record: Record, frozen: bool, batch: int) -> None:
+    def __init__(self, drafts: Curve, record: Record, frozen: bool, batch: int, prompt: int = 0) -> None:
         self.drafts = drafts
         self.record = record
         self.frozen = frozen
@@ -52,8 +54,8 @@ class Part:
         self.depth = 0
         self.dear = self.tried = False
         self.deepest = LADDER[-1] if frozen else 0
+        self.unread = prompt
         self._asked = 0  # times
-        self._last_s = 0.0  # of the last draft
         self._draft: Draft | None = None
         self._watched: list[list[tuple[Watched, int]]] = [[] for _ in range(batch)]
 
@@ -109,7 +111,12 @@ class Part:
             plain_s: seconds of a plain pass.
         """
         self.record.rests()
-        return not self.known or self.record.may_be_tried(self.seconds(TRY_DEPTH) / plain_s)
+        return not self.known or self.record.may_be_tried(self.seconds(TRY_DEPTH) / plain_s, self.reading_s / plain_s)
+
+    @property
+    def reading_s(self) -> float:
+        """Seconds that its next draft takes to read the prompt first, as far as is known."""
+        return self.record.reading_s(self.unread)
 
     @property
     def dearly_asked(self) -> bool:
@@ -133,14 +140,15 @@ class Part:
 
         The first draft of a call reads the prompt. It tells what the later ones cost only if it cost nothing.
         """
-        self._last_s = seconds
+        if self.unread and self.known and not self.frozen:
+            self.record.has_read(self.unread, seconds - self.drafts(self.depth))
+        self.unread = 0
         return seconds if self._asked > 1 or seconds < CHEAP * round_s else None
 
     @property
     def draft_s(self) -> float:
-        """Seconds of this round's draft, as far as choices may know them."""
-        reads = self._asked == 1 and not self.frozen
-        return max(self._last_s, self.drafts(self.depth)) if reads or not self.known else self.drafts(self.depth)
+        """Seconds of this round's draft, as far as choices may know them; reading the prompt is not counted."""
+        return self.drafts(self.depth) if self.known else 0.0
 
     def follow(self, tokens: Sequence[Sequence[int]]) -> bool:
         """Sees how right its drafts are, checked or not, as far as tokens have come.

@@ -103,11 +103,12 @@ class Guesses(Leaf):
 
 
 class Told(Turns):
-    """A clock by which every part takes what it says it takes, and two steps more for the first draft, which reads."""
+    """A clock by which every part takes what it says it takes, and longer for a first draft, which reads the prompt."""
 
-    def __init__(self, controller: AutoController, costs: dict[str, float]) -> None:
+    def __init__(self, controller: AutoController, costs: dict[str, float], reading_s: float | None) -> None:
         super().__init__(controller, Ranks(), Clock(torch.device("cpu")))
         self.costs, self.asked = costs, dict.fromkeys(costs, 0)
+        self.reading_s = reading_s
         self.spent: dict[str, float] = {}
 
     def limit(self, part: str, limit: Limit, beside: Draft) -> Limit:
@@ -118,7 +119,9 @@ class Told(Turns):
 
     def ask(self, part: str, depth: int) -> None:
         self.asked[part] += 1
-        self.spent[part] = self.costs[part] * (depth + 2 * (self.asked[part] == 1))
+        lookup = self.costs[part] < 0.01
+        reading_s = 2 * self.costs[part] if self.reading_s is None or lookup else self.reading_s
+        self.spent[part] = self.costs[part] * depth + reading_s * (self.asked[part] == 1)
 
     def seconds(self) -> dict[str, float]:
         super().seconds()
@@ -158,12 +161,17 @@ def costs_of(*drafters: object, frozen: bool = True) -> Costs:
     return costs
 
 
-def decode(drafter: object, tokens: int, costs: Costs | None = None, start: int = START) -> Run:
-    """Decodes so many tokens as the loop does, at the costs of `PASS` and of the parts."""
+def decode(
+    drafter: object, tokens: int, costs: Costs | None = None, start: int = START, reading_s: float | None = None
+) -> Run:
+    """Decodes so many tokens as the loop does, at the costs of `PASS` and of the parts.
+
+    A dear part takes `reading_s` to read the prompt of 1,000 tokens, or as long as for two drafted tokens.
+    """
     costs = costs_of(drafter) if costs is None else costs
     names = {named(leaf): leaf.step_s for leaf in leaves(drafter)}
-    controller = sg.Auto(costs=costs).start(Situation(1, named(drafter), parts=parts_of(drafter)))
-    turns = Told(controller, names)
+    controller = sg.Auto(costs=costs).start(Situation(1, named(drafter), parts=parts_of(drafter), prompt=1000))
+    turns = Told(controller, names, reading_s)
     session = drafter.start(None, Request(batch=1))
     ids, end = TEXT[:start], start + tokens
     controller.update(Step([ids[-1:]], [0], [0]))
@@ -439,6 +447,29 @@ def test_a_part_that_does_not_pay_costs_one_percent_once_it_is_known(kind, price
             alone = 1.0 if kind is None else decode(COPY, 64, costs_of(COPY), start).rate
             lost.append(1 - decode(drafter, 64, costs, start).rate / alone)
     assert statistics.mean(lost) <= 0.01
+
+
+@pytest.mark.parametrize("kind", [None, *BOTH])
+def test_a_prompt_is_read_where_that_pays_before_the_text_ends(kind):
+    dear = Knows(3, 0.05, sure(0.9))
+    drafter = dear if kind is None else kind(Knows(1, 0.0005, sure(0.0)), dear)
+    costs = costs_of(drafter, frozen=False)
+    for call in range(3):
+        decode(drafter, 128, costs, START + 128 * call, reading_s=8.0)
+    assert decode(drafter, 8, costs, START, reading_s=8.0).asked[named(dear)] == 0
+    long = decode(drafter, 128, costs, START, reading_s=8.0)
+    assert long.asked[named(dear)] > 1
+    assert long.rate > 1.3
+
+
+@pytest.mark.parametrize("kind", [None, *BOTH])
+def test_a_useless_part_reads_few_prompts(kind):
+    useless = Knows(2, 0.05, sure(0.02), sure(0.5))
+    drafter = useless if kind is None else kind(Knows(1, 1e-6, sure(0.0)), useless)
+    costs = costs_of(drafter, frozen=False)
+    runs = [decode(drafter, 64, costs, START + 30 * call, reading_s=4.0) for call in range(30)]
+    assert statistics.mean(run.seconds for run in runs[2:]) <= 1.01 * 64
+    assert sum(run.asked[named(useless)] > 0 for run in runs[2:]) == 1
 
 
 def test_frozen_costs_remember_no_call():
