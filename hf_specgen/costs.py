@@ -161,8 +161,8 @@ def _of_a_draft() -> list[float]:
 class Costs:
     """Measured seconds of passes and drafts, by batch size. Learns from every call that uses it, unless it is frozen.
 
-    A model's costs are kept as long as it lives, so that only its first call has to learn them; and beside them how
-    often its drafters were right. Pass an object of your own as `Auto(costs=...)` to keep it elsewhere. With frozen
+    A model's costs are kept as long as it lives, so that only its first call has to learn them; and beside them what is
+    known of its drafters. Pass an object of your own as `Auto(costs=...)` to keep it elsewhere. With frozen
     costs every choice is a function of the text alone.
 
     Args:

@@ -27,8 +27,6 @@ CREDIT = 0.3
 MOST_NODES, FEWEST_NODES = 64, 8
 # What drafting must promise beyond plain decoding: of several estimates the highest is mostly too high.
 MARGIN = 0.03
-# Tokens that a text is expected to go on for at most: over so many it must pay to read the prompt.
-MOST_AHEAD = 128
 
 
 class Controller(Protocol):
@@ -65,7 +63,7 @@ class Situation:
         platform: what the target runs on.
         costs: of this target, as far as they are known.
         parts: the names of a combination's parts, where each is asked about by itself; see `hf_specgen.draft.Shares`.
-        prompt: positions of the prompt, of all rows.
+        prompt: positions of the prompt, of all rows, padding too.
     """
 
     batch: int
@@ -222,7 +220,7 @@ class AutoController:
         self._without: Weighed | None = None
         self._watched: list[list[tuple[Trust, Watched]]] = [[] for _ in range(situation.batch)]
         self._nodes = MOST_NODES
-        self._ahead = MOST_AHEAD  # tokens that a row may still gain
+        self._room = 0  # for tokens of the row that has most
 
     def depth(self, most: int) -> int:
         """See `Controller`."""
@@ -230,7 +228,7 @@ class AutoController:
         self._nodes = MOST_NODES
         for part in self.parts.values():
             part.begin()
-        self._ahead = min(most + 1, MOST_AHEAD)
+        self._room = most + 1
         most = min(most, self.most)
         if self.apart:
             return most
@@ -280,14 +278,15 @@ class AutoController:
 
         Of what is expected of it and of what is there without it the better counts, so that no copy is drafted twice.
         """
-        reading_s = part.reading_s
+        # Of reading the prompt, what a token still to come must pay.
+        reading_s = part.reading_s / (self._live * part.record.ahead(self._room))
         others = [without.trust * tokens if without.width else 0.0 for tokens in without.promised]
 
         def rate(depth: int, mine: float) -> float:
             tokens = sum(max(mine, other) if ask else other for ask, other in zip(room, others, strict=True))
             width = max(1, round(depth * part.bushiness), without.width)
-            share = (self._live + tokens) / (self._live * self._ahead)  # of the text
-            return (self._live + tokens) / (self._cost(width) + part.seconds(depth) + share * reading_s)
+            gained = self._live + tokens
+            return gained / (self._cost(width) + part.seconds(depth) + gained * reading_s)
 
         return rate
 
@@ -364,6 +363,7 @@ class AutoController:
         self.costs.learn(self.passes, step.width, step.seconds - step.draft_s)
         if not self.costs.frozen:
             self._round_s = MEMORY * self._round_s + (1 - MEMORY) * step.seconds
+        gained = sum(map(len, step.tokens)) / self._live
         for name, part in self.parts.items():
             if part.depth:
                 took = part.took(step.part_s.get(name, 0.0) if self.apart else step.draft_s, self._round_s)
@@ -371,6 +371,7 @@ class AutoController:
                     self.costs.learn(part.drafts, part.depth, took)
             lost_s = self._lost(part, step, part.follow(step.tokens))
             part.record.lose(lost_s / self.passes(0), self.passes(step.width) / self.passes(0))
+            part.record.goes_on(gained, self._room - gained)
         self._learn(step)
 
     def _lost(self, part: Part, step: Step, right: bool) -> float:

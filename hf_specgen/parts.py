@@ -43,7 +43,7 @@ class Part:
         dear: it costs something.
         tried: it is asked only to see how right it is.
         deepest: the deepest draft whose costs are known.
-        unread: positions that its first draft reads.
+        unread: positions of the prompt until its first draft of the call, which may have to read them.
     """
 
     def __init__(self, drafts: Curve, record: Record, frozen: bool, batch: int, prompt: int = 0) -> None:
@@ -111,7 +111,9 @@ class Part:
             plain_s: seconds of a plain pass.
         """
         self.record.rests()
-        return not self.known or self.record.may_be_tried(self.seconds(TRY_DEPTH) / plain_s, self.reading_s / plain_s)
+        if not self.record.may_read(self.reading_s / plain_s):
+            return False
+        return not self.known or self.record.may_be_tried(self.seconds(TRY_DEPTH) / plain_s)
 
     @property
     def reading_s(self) -> float:
@@ -140,14 +142,14 @@ class Part:
 
         The first draft of a call reads the prompt. It tells what the later ones cost only if it cost nothing.
         """
-        if self.unread and self.known and not self.frozen:
-            self.record.has_read(self.unread, seconds - self.drafts(self.depth))
+        if self.unread and not self.frozen:
+            self.record.has_read(self.unread, seconds - self.draft_s)
         self.unread = 0
         return seconds if self._asked > 1 or seconds < CHEAP * round_s else None
 
     @property
     def draft_s(self) -> float:
-        """Seconds of this round's draft, as far as choices may know them; reading the prompt is not counted."""
+        """Seconds of this round's draft without reading the prompt; 0 while nobody knows."""
         return self.drafts(self.depth) if self.known else 0.0
 
     def follow(self, tokens: Sequence[Sequence[int]]) -> bool:

@@ -3,7 +3,8 @@
 A dear drafter is not asked where it does not pay, and then nothing is learnt of it. So it gets a try now and then: a
 short draft that nobody checks, compared with the text that comes. What tries cost, and drafts that did not pay, is
 booked, and the next try waits until a small share of the time has made up for it. A try that was right counts for less,
-or a good drafter that is not cheap would never be found.
+or a good drafter that is not cheap would never be found. Reading the prompt, as most drafters do before their first
+draft of a call, has an account of its own: once it is read, tries are as cheap as ever.
 """
 
 from __future__ import annotations
@@ -13,17 +14,19 @@ from dataclasses import dataclass, field, replace
 
 from hf_specgen.acceptance import Acceptance
 
-# Rounds that a dear drafter rests between two tries: doubled by one in vain, a quarter after one that was right.
+# Rounds that a dear drafter rests between two tries: twice as many after one in vain, a quarter after one that was
+# right, and the first number again when it was of use.
 PATIENCE, MOST_PATIENCE = 8, 64
-# A dear drafter gets a try while less was lost to it than so many plain passes, and this share of the time is forgiven.
-# No more is ever held against it than so many plain passes, so that it is not shut out.
+# A dear drafter gets a try while what was lost to it and the try come to no more than so many plain passes, and this
+# share of the time is forgiven. No more is ever held against it than so many, so that it is not shut out.
 LOSABLE, FORGIVEN, HELD = 0.65, 0.005, 1.3
 # The part of its cost by which a try counts that was right.
 RIGHT = 0.3
-# A prompt is read for a try only if that takes no more than this share of the time since one was read.
-READING = 0.0025
-# Reading is believed to cost nothing, and this counts as so many positions; of earlier readings half is remembered.
-UNREAD, KEPT = 64, 0.5
+# A prompt is read for a try only if that is no more than this share of the rounds that it rested since the last; and it
+# counts as so many plain passes at most, so that no prompt is too long for ever.
+READING, MOST_READING = 0.0025, 2.5
+# Tokens that a text is expected to go on for, at most and until texts were seen.
+LONG = 128
 
 
 @dataclass
@@ -34,10 +37,12 @@ class Record:
         by_depth: how often it is right.
         lost: to it of late, in plain passes.
         patience: rounds that it rests between two tries.
-        rested: rounds since it was asked last; the first try comes at once.
-        since: rounds that it rested since it read a prompt.
-        read: positions of prompts that it has read of late.
-        read_s: seconds that it took.
+        rested: rounds that it rested since it was asked; the first try comes at once.
+        since: rounds that it rested since it read a prompt, if it ever did.
+        read_s: seconds that reading took, by the number of binary digits of the prompt's positions.
+        length: tokens that a text has when it ends by itself, as far as is known.
+        came: tokens that the rows of this text have gained on average.
+        cut: the text had no room to go on.
     """
 
     by_depth: Acceptance = field(default_factory=Acceptance)
@@ -45,27 +50,54 @@ class Record:
     patience: int = PATIENCE
     rested: int = PATIENCE
     since: float = math.inf
-    read: float = 0.0
-    read_s: float = 0.0
+    read_s: dict[int, float] = field(default_factory=dict)
+    length: float = LONG
+    came: float = 0.0
+    cut: bool = True
 
     def again(self) -> Record:
         """What another call begins with."""
-        return replace(self, by_depth=self.by_depth.again())
+        length = max(self.length, self.came) if self.cut else (self.length + self.came) / 2
+        return replace(self, by_depth=self.by_depth.again(), length=min(length, LONG), came=0.0, cut=True)
+
+    def goes_on(self, tokens: float, room: float) -> None:
+        """Takes note of tokens that came.
+
+        Args:
+            tokens: that a row gained, on average.
+            room: for how many more there is.
+        """
+        self.came += tokens
+        self.cut = room < 1
+
+    def ahead(self, room: int) -> float:
+        """Tokens that are expected still to come.
+
+        Args:
+            room: for how many there is.
+        """
+        return min(room, max(1.0, self.length - self.came))
 
     def rests(self) -> None:
         """A round begins in which it would not pay."""
         self.rested += 1
         self.since += 1
 
-    def may_be_tried(self, cost: float, reading: float) -> bool:
+    def may_be_tried(self, cost: float) -> bool:
         """Whether it is time for a try, and it may cost something still.
 
         Args:
             cost: of the try, in plain passes. Even one that costs more than may be lost gets its turn.
-            reading: of the prompt, if that is still to be read.
         """
-        due = self.rested >= self.patience and reading <= READING * self.since
-        return due and self.lost + min(cost, LOSABLE) <= LOSABLE
+        return self.rested >= self.patience and self.lost + min(cost, LOSABLE) <= LOSABLE
+
+    def may_read(self, cost: float) -> bool:
+        """Whether it may read a prompt for a try.
+
+        Args:
+            cost: of that, in plain passes.
+        """
+        return min(cost, MOST_READING) <= READING * self.since
 
     def used(self) -> None:
         """It pays, and is asked for a draft that counts."""
@@ -92,18 +124,25 @@ class Record:
     def reading_s(self, positions: int) -> float:
         """Seconds that it will take to read a prompt.
 
+        A longer one than was ever read is believed to cost no more, since a drafter that is believed too dear is not
+        asked, and so nothing would tell otherwise; a shorter one costs less in proportion.
+
         Args:
             positions: of it, of all rows.
         """
-        return self.read_s * positions / (self.read + UNREAD)
+        size = positions.bit_length()
+        if known := [seen for seen in self.read_s if seen <= size]:
+            return self.read_s[max(known)]
+        longer = min(self.read_s, default=None)
+        return self.read_s[longer] * positions / 2**longer if longer else 0.0
 
     def has_read(self, positions: int, seconds: float) -> None:
-        """Takes note of a prompt that was read.
+        """Takes note of a prompt that was read; of what was believed before half is kept.
 
         Args:
             positions: of it, of all rows.
             seconds: measured.
         """
+        size = positions.bit_length()
         self.since = 0
-        self.read = KEPT * self.read + positions
-        self.read_s = KEPT * self.read_s + max(0.0, seconds)
+        self.read_s[size] = (max(0.0, seconds) + self.read_s.get(size, seconds)) / 2

@@ -162,11 +162,17 @@ def costs_of(*drafters: object, frozen: bool = True) -> Costs:
 
 
 def decode(
-    drafter: object, tokens: int, costs: Costs | None = None, start: int = START, reading_s: float | None = None
+    drafter: object,
+    tokens: int,
+    costs: Costs | None = None,
+    start: int = START,
+    reading_s: float | None = None,
+    room: int = 0,
 ) -> Run:
     """Decodes so many tokens as the loop does, at the costs of `PASS` and of the parts.
 
-    A dear part takes `reading_s` to read the prompt of 1,000 tokens, or as long as for two drafted tokens.
+    A dear part takes `reading_s` to read the prompt of 1,000 tokens, or as long as for two drafted tokens. The text
+    ends by itself, with `room` for more.
     """
     costs = costs_of(drafter) if costs is None else costs
     names = {named(leaf): leaf.step_s for leaf in leaves(drafter)}
@@ -177,7 +183,7 @@ def decode(
     controller.update(Step([ids[-1:]], [0], [0]))
     rounds, seconds = [], 0.0
     while len(ids) < end:
-        depth = within(controller.depth(end - len(ids) - 1), [end - len(ids)])
+        depth = within(controller.depth(end - len(ids) - 1 + room), [end - len(ids)])
         limit = Limit(depth, max(controller.nodes(), *depth), chain=True, shares=turns if controller.apart else None)
         proposed = session.propose(Context([ids], [len(ids)]), limit) if any(depth) else Draft.empty(1)
         checked = controller.choose(proposed)
@@ -470,6 +476,56 @@ def test_a_useless_part_reads_few_prompts(kind):
     runs = [decode(drafter, 64, costs, START + 30 * call, reading_s=4.0) for call in range(30)]
     assert statistics.mean(run.seconds for run in runs[2:]) <= 1.01 * 64
     assert sum(run.asked[named(useless)] > 0 for run in runs[2:]) == 1
+
+
+@pytest.mark.parametrize("kind", [None, *BOTH])
+@pytest.mark.parametrize("tokens", [2, 3])
+def test_where_answers_are_short_no_prompt_is_read_again_and_again(tokens, kind):
+    """In these a drafter is asked once at most, so that nobody learns what a draft costs without the reading."""
+    dear = Knows(3, 0.05, sure(0.9))
+    drafter = dear if kind is None else kind(Knows(1, 1e-6, sure(0.0)), dear)
+    costs = costs_of(COPY, frozen=False)
+    runs = [decode(drafter, tokens, costs, START + 3 * call, reading_s=8.0) for call in range(40)]
+    assert sum(run.asked[named(dear)] for run in runs) <= 3
+
+
+@pytest.mark.parametrize("kind", [None, *BOTH])
+def test_a_text_that_ends_by_itself_is_not_expected_to_go_on_for_long(kind):
+    dear = Knows(3, 0.05, sure(0.9))
+    drafter = dear if kind is None else kind(Knows(1, 1e-6, sure(0.0)), dear)
+    costs = costs_of(drafter, frozen=False)
+    for call in range(3):
+        decode(drafter, 128, costs, START + 128 * call, reading_s=8.0)
+    asked = [decode(drafter, 8, costs, START, reading_s=8.0, room=500).asked[named(dear)] > 0 for _ in range(12)]
+    assert asked[0]
+    assert not any(asked[6:])
+    # Where there was no room for more, nobody knows how long the text would have been.
+    decode(drafter, 64, costs, START, reading_s=8.0)
+    assert decode(drafter, 128, costs, START, reading_s=8.0).asked[named(dear)] > 1
+
+
+def test_what_reading_a_prompt_costs_is_told_by_prompts_as_long():
+    record = Record()
+    assert record.reading_s(4000) == 0
+    record.has_read(4, 0.5)
+    assert record.reading_s(4000) == record.reading_s(5) == 0.5, "no guess at what was never read"
+    record.has_read(4000, 8.0)
+    assert record.reading_s(3900) == 8.0
+    assert record.reading_s(900) == 0.5
+    assert Record(read_s={12: 8.0}).reading_s(410) == pytest.approx(0.8, rel=0.01)
+    record.has_read(4000, -1e-4)
+    assert record.reading_s(4000) == 4.0
+
+
+@pytest.mark.parametrize("cost", [1.0, 30.0, 1000.0])
+def test_no_prompt_is_too_long_to_be_read_for_ever(cost):
+    record = Record()
+    assert record.may_read(cost)
+    record.has_read(1000, 1.0)
+    assert not record.may_read(cost)
+    for _ in range(1000):
+        record.rests()
+    assert record.may_read(cost)
 
 
 def test_frozen_costs_remember_no_call():
