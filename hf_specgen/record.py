@@ -57,8 +57,9 @@ class Record:
 
     def again(self) -> Record:
         """What another call begins with."""
-        length = max(self.length, self.came) if self.cut else (self.length + self.came) / 2
-        return replace(self, by_depth=self.by_depth.again(), length=min(length, LONG), came=0.0, cut=True)
+        length = min(max(self.length, self.came) if self.cut else (self.length + self.came) / 2, LONG)
+        read_s = self.read_s.copy()  # of a call of its own, as calls may run at the same time
+        return replace(self, by_depth=self.by_depth.again(), read_s=read_s, length=length, came=0.0, cut=True)
 
     def goes_on(self, tokens: float, room: float) -> None:
         """Takes note of tokens that came.
@@ -143,6 +144,6 @@ class Record:
             positions: of it, of all rows.
             seconds: measured.
         """
-        size = positions.bit_length()
+        size, seconds = positions.bit_length(), max(0.0, seconds)
         self.since = 0
-        self.read_s[size] = (max(0.0, seconds) + self.read_s.get(size, seconds)) / 2
+        self.read_s[size] = (self.read_s.get(size, seconds) + seconds) / 2

@@ -523,6 +523,8 @@ def test_what_reading_a_prompt_costs_is_told_by_prompts_as_long():
     assert Record(read_s={12: 8.0}).reading_s(410) == pytest.approx(0.8, rel=0.01)
     record.has_read(4000, -1e-4)
     assert record.reading_s(4000) == 4.0
+    record.has_read(100_000, -1e-4)
+    assert record.reading_s(100_000) == 0
 
 
 @pytest.mark.parametrize("cost", [1.0, 30.0, 1000.0])
