@@ -162,8 +162,8 @@ class Costs:
     """Measured seconds of passes and drafts, by batch size. Learns from every call that uses it, unless it is frozen.
 
     A model's costs are kept as long as it lives, so that only its first call has to learn them; and beside them what is
-    known of its drafters. Pass an object of your own as `Auto(costs=...)` to keep it elsewhere. With frozen
-    costs every choice is a function of the text alone.
+    known of its drafters. Pass an object of your own as `Auto(costs=...)` to keep it elsewhere. With frozen costs every
+    choice is a function of the text alone, and of what was known of the drafters when they froze.
 
     Args:
         frozen: never changes.
@@ -208,7 +208,9 @@ class Costs:
         return self._curve(f"draft, {drafter}, batch {batch}, {platform}", _of_a_draft)
 
     def record(self, drafter: str) -> Record:
-        """What a call goes on from: what calls before saw of a drafter, unless frozen.
+        """What a call goes on from: what calls before saw of a drafter. What this one sees is kept, unless frozen.
+
+        Of calls that run at the same time, what the one sees that began last is kept.
 
         Args:
             drafter: its name.
@@ -240,7 +242,7 @@ class Costs:
                 curve.update(width, seconds)
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Writes JSON: seconds by width for each thing measured."""
+        """Writes JSON: seconds by width for each thing measured; not what is known of drafters."""
         with self._lock:
             told = {key: [math.exp(value) for value in curve.mean] for key, curve in self._curves.items()}
         write_whole(path, json.dumps({"widths": LADDER, "seconds": told}, indent=1) + "\n")

@@ -1,4 +1,4 @@
-"""What is known of one drafter, alone or as a part of a combination: its costs, how often it is right, what it lost.
+"""One drafter in a call, alone or as a part of a combination: what it costs, what it promises, and what comes of it.
 
 Of a tree it promises what the nodes bring that are worth checking, and not what all of them would: its costs are those
 of the nodes that are checked.
@@ -32,7 +32,7 @@ class Part:
 
     Args:
         drafts: seconds of a draft, by depth.
-        record: what is known of it otherwise.
+        record: what is known of it from call to call, and learnt on.
         frozen: the seconds are not learnt any more.
         batch: rows.
         prompt: positions of the prompt, of all rows.
@@ -143,6 +143,7 @@ class Part:
         The first draft of a call reads the prompt. It tells what the later ones cost only if it cost nothing.
         """
         if self.unread and not self.frozen:
+            # While nobody knows what a draft costs, it counts as reading: a call may have no second one to tell.
             self.record.has_read(self.unread, seconds - self.draft_s)
         self.unread = 0
         return seconds if self._asked > 1 or seconds < CHEAP * round_s else None
