@@ -7,8 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-import torch
-
 from hf_specgen.draft import Draft, Node
 
 # A confidence counts as so many observations of itself; observations keep this part of their weight from round to
@@ -123,9 +121,9 @@ class Guess:
 
     @classmethod
     def rows(cls, draft: Draft) -> list[Guess]:
-        """Each row of a draft; what is no chance counts as the nearest, and NaN as none; 1 where none may decide."""
-        said = draft.confidence if draft.confidence is not None and prunable(draft) else torch.ones(draft.tokens.shape)
-        confidence = said.nan_to_num(0.0).clamp(0, 1).tolist()
+        """Each row of a draft, with its chances; 1 where these may not decide."""
+        chances = draft.chances() if prunable(draft) else None
+        confidence = chances or [[1.0] * draft.nodes] * len(draft.tokens)
         rows = zip(draft.tokens.tolist(), draft.parents.tolist(), confidence, strict=True)
         return [cls(*row) for row in rows]
 

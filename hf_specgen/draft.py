@@ -97,6 +97,10 @@ class Draft:
             is_chain=all(parent == place for row in rows for place, (_, parent, _) in enumerate(row)),
         )
 
+    def chances(self) -> list[list[float]] | None:
+        """`confidence` on the host, if there is any: what is no chance counts as the nearest, and NaN as none."""
+        return None if self.confidence is None else self.confidence.nan_to_num(0.0).clamp(0, 1).tolist()
+
     @cached_property
     def nodes(self) -> int:
         """Places a row, padding included."""

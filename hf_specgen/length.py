@@ -364,13 +364,14 @@ class AutoController:
         if not self.costs.frozen:
             self._round_s = MEMORY * self._round_s + (1 - MEMORY) * step.seconds
         gained = sum(map(len, step.tokens)) / self._live
+        pass_s, plain_s = self.passes(step.width), self.passes(0)
         for name, part in self.parts.items():
             if part.depth:
                 took = part.took(step.part_s.get(name, 0.0) if self.apart else step.draft_s, self._round_s)
                 if took is not None:
                     self.costs.learn(part.drafts, part.depth, took)
             lost_s = self._lost(part, step, part.follow(step.tokens))
-            part.record.lose(lost_s / self.passes(0), self.passes(step.width) / self.passes(0))
+            part.record.lose(lost_s / plain_s, pass_s / plain_s)
             part.record.goes_on(gained, self._room - gained)
         self._learn(step)
 

@@ -223,6 +223,15 @@ def sure(chance: float) -> Chance:
     return lambda place: chance
 
 
+def alone_or(kind: Callable[..., object] | None, dear: Leaf, cheap: Leaf) -> object:
+    """A dear drafter by itself, or combined with a cheap one."""
+    return dear if kind is None else kind(cheap, dear)
+
+
+# Lookups that never find anything: one that takes its time, and one that takes none.
+SILENT, FREE = Knows(1, 0.0005, sure(0.0)), Knows(1, 1e-6, sure(0.0))
+
+
 # Prices of a step from a head on an accelerator to a model on a CPU.
 PRICES = [0.05, 0.15, 0.3]
 
@@ -287,7 +296,7 @@ def test_nested_parts_are_asked_about_as_well(kind):
 @pytest.mark.parametrize("kind", [None, *BOTH])
 def test_a_useful_dear_part_is_used(kind, known):
     useful = Knows(3, 0.05, sure(0.9))
-    drafter = useful if kind is None else kind(Knows(1, 0.0005, sure(0.0)), useful)
+    drafter = alone_or(kind, useful, SILENT)
     rates = [decode(drafter, 128, KNOWN[known](drafter), start).rate for start in PLACES]
     assert statistics.mean(rates) >= 1.5
 
@@ -387,7 +396,7 @@ def test_a_draft_that_nobody_asked_for_is_taken_as_it_is():
 def test_short_answers_teach_nothing_wrong(kind):
     """Where there is room for two tokens a draft is one token deep, and where there is room for one there is none."""
     dear = Knows(3, 0.25, sure(0.3))
-    drafter = dear if kind is None else kind(Knows(1, 0.0005, sure(0.0)), dear)
+    drafter = alone_or(kind, dear, SILENT)
     costs = costs_of(drafter, frozen=False)
     for place in range(30):
         decode(drafter, 1 + place % 3, costs, START + place)
@@ -417,7 +426,7 @@ def test_a_dear_part_that_loses_is_known_in_the_next_call(kind, monkeypatch):
     drafted = [0, 0]
     for number in range(2, 14):
         losing = Guesses(number, 0.1, (0.02,))
-        drafter = losing if kind is None else kind(Knows(1, 0.0005, sure(0.0)), losing)
+        drafter = alone_or(kind, losing, SILENT)
         costs = costs_of(drafter, frozen=False)
         for call in range(2):
             drafted[call] += sum(width > 0 for width, _ in decode(drafter, 64, costs, START + 64 * call).rounds)
@@ -445,7 +454,7 @@ def test_a_part_that_does_not_pay_costs_one_percent_once_it_is_known(kind, price
     lost = []
     for number in range(3, 7):
         dear = Knows(number, price, sure(right), sure(0.6))
-        drafter = dear if kind is None else kind(COPY, dear)
+        drafter = alone_or(kind, dear, COPY)
         costs = costs_of(drafter, frozen=False)
         decode(drafter, 64, costs, START)
         for call in range(1, 6):
@@ -458,7 +467,7 @@ def test_a_part_that_does_not_pay_costs_one_percent_once_it_is_known(kind, price
 @pytest.mark.parametrize("kind", [None, *BOTH])
 def test_a_prompt_is_read_where_that_pays_before_the_text_ends(kind):
     dear = Knows(3, 0.05, sure(0.9))
-    drafter = dear if kind is None else kind(Knows(1, 0.0005, sure(0.0)), dear)
+    drafter = alone_or(kind, dear, SILENT)
     costs = costs_of(drafter, frozen=False)
     for call in range(3):
         decode(drafter, 128, costs, START + 128 * call, reading_s=8.0)
@@ -471,7 +480,7 @@ def test_a_prompt_is_read_where_that_pays_before_the_text_ends(kind):
 @pytest.mark.parametrize("kind", [None, *BOTH])
 def test_a_useless_part_reads_few_prompts(kind):
     useless = Knows(2, 0.05, sure(0.02), sure(0.5))
-    drafter = useless if kind is None else kind(Knows(1, 1e-6, sure(0.0)), useless)
+    drafter = alone_or(kind, useless, FREE)
     costs = costs_of(drafter, frozen=False)
     runs = [decode(drafter, 64, costs, START + 30 * call, reading_s=4.0) for call in range(30)]
     assert statistics.mean(run.seconds for run in runs[2:]) <= 1.01 * 64
@@ -483,7 +492,7 @@ def test_a_useless_part_reads_few_prompts(kind):
 def test_where_answers_are_short_no_prompt_is_read_again_and_again(room, kind):
     """In these a drafter is asked once, so that nobody learns what a draft costs without the reading."""
     dear = Knows(3, 0.05, sure(0.9))
-    drafter = dear if kind is None else kind(Knows(1, 1e-6, sure(0.0)), dear)
+    drafter = alone_or(kind, dear, FREE)
     costs = costs_of(COPY, frozen=False)
     runs = [decode(drafter, 1, costs, START + 3 * call, 8.0, room or 1) for call in range(40)]
     assert sum(run.asked[named(dear)] for run in runs) == 1
@@ -492,7 +501,7 @@ def test_where_answers_are_short_no_prompt_is_read_again_and_again(room, kind):
 @pytest.mark.parametrize("kind", [None, *BOTH])
 def test_a_text_that_ends_by_itself_is_not_expected_to_go_on_for_long(kind):
     dear = Knows(3, 0.05, sure(0.9))
-    drafter = dear if kind is None else kind(Knows(1, 1e-6, sure(0.0)), dear)
+    drafter = alone_or(kind, dear, FREE)
     costs = costs_of(drafter, frozen=False)
     for call in range(3):
         decode(drafter, 128, costs, START + 128 * call, reading_s=8.0)

@@ -122,17 +122,14 @@ class Sessions:
 def on_host(draft: Draft) -> list[list[Node]]:
     """A draft as `Draft.of_nodes` takes it: row by row, places without a node left out.
 
-    Where its drafter names no confidence, a node has `ASSUMED` of what its elder siblings left. What is no chance
-    counts as the nearest, and NaN as none.
+    Where its drafter names no confidence, a node has `ASSUMED` of what its elder siblings left.
     """
     tokens, parents = draft.tokens.tolist(), draft.parents.tolist()
-    confidence: list[list[float | None]] = [[None] * draft.nodes] * len(tokens)
-    if draft.confidence is not None:
-        confidence = draft.confidence.nan_to_num(0.0).clamp(0, 1).tolist()
+    confidence: Sequence[Sequence[float | None]] = draft.chances() or [[None] * draft.nodes] * len(tokens)
     return [_row(*row) for row in zip(tokens, parents, confidence, strict=True)]
 
 
-def _row(tokens: list[int], parents: list[int], confidence: list[float | None]) -> list[Node]:
+def _row(tokens: list[int], parents: list[int], confidence: Sequence[float | None]) -> list[Node]:
     nodes: list[Node] = []
     moved = {0: 0}  # place in the draft to place among the nodes, both with the root as 0
     left: dict[int, float] = {}
