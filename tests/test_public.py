@@ -229,13 +229,16 @@ def test_the_arrow_test_allows(place, source):
 
 @pytest.mark.timing
 def test_importing_costs_a_fifth_of_what_it_stands_on_at_most():
-    def seconds(statements: str) -> float:
-        # CPU time: a busy neighbour lengthens the wall clock's.
-        timed = f"import time\nstart = time.process_time()\n{statements}\nprint(time.process_time() - start)"
-        return float(subprocess.check_output([sys.executable, "-c", timed], text=True, cwd=PACKAGE.parent))
-
-    ground = "import torch; from transformers import GenerationMixin, PreTrainedModel"
-    ours = "import hf_specgen"
-    rounds = [(seconds(ground), seconds(ours)) for _ in range(3)]
-    without, with_us = (min(times) for times in zip(*rounds, strict=True))
-    assert with_us <= 1.2 * without, f"{with_us:.2f} s against {without:.2f} s"
+    # CPU time, and both in one process: a busy neighbour lengthens the wall clock's, and by a fifth from one process to
+    # the next.
+    timed = """
+from time import process_time
+start = process_time()
+import torch; from transformers import GenerationMixin, PreTrainedModel
+between = process_time()
+import hf_specgen
+print(between - start, process_time() - between)
+"""
+    runs = [subprocess.check_output([sys.executable, "-c", timed], text=True, cwd=PACKAGE.parent) for _ in range(3)]
+    ground, ours = (min(map(float, times)) for times in zip(*map(str.split, runs), strict=True))
+    assert ours <= 0.2 * ground, f"{ours:.2f} s on top of {ground:.2f} s"
