@@ -35,6 +35,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from two_devices import AWAY, HERE, TwoDevices, send_away
 
 import hf_specgen as sg
+from hf_specgen.cache import new_cache
 from hf_specgen.draft import Context, Draft, Limit, Request
 from hf_specgen.drafters import fitting
 from hf_specgen.drafters.eagle import EagleSession
@@ -688,6 +689,37 @@ def test_no_more_is_fed_than_was_decided_and_drafted(rows, top_k, nodes):
             assert sum(widths) == shadow.asked[-1].tokens
         # One pass for what was decided, and one for each level but the last.
         assert len(widths) == sum(max(asked.limit.depth) for asked in shadow.asked if max(asked.limit.depth))
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("variant", [*VARIANTS, "eagle3-narrow", "eagle-first-norm"])
+def test_where_only_the_last_entry_is_asked_about_it_says_the_same_and_caches_the_same(variant, padded):
+    """Others of a single layer leave keys and values alone, and are not attended from."""
+    one_layer = {
+        "eagle3-narrow": {"sliding_window": 3},
+        "eagle-first-norm": {"method": "eagle", "first_layernorm": True},
+    }
+    head = head_of(variant) if variant in VARIANTS else filled(EagleHead(config(**one_layer[variant])))
+    embeds, features = torch.randn(2, 2, 9, head.config.hidden_size, dtype=torch.float64)
+    padding = torch.tensor([[4], [0]]) if padded else torch.tensor([[0], [0]])
+    places = torch.arange(9) - padding
+    wide: list[int] = []
+    hooks = [
+        layer.mlp.register_forward_pre_hook(lambda module, args: wide.append(args[0].shape[1])) for layer in head.layers
+    ]
+    told, caches = [], [new_cache(head.config), new_cache(head.config)]
+    with torch.no_grad():
+        for cache, last_only in zip(caches, (False, True), strict=True):
+            mask = (places >= 0).long() if padded else None
+            told.append(head(embeds, features, places.clamp(min=0), mask, cache, last_only=last_only))
+    for hook in hooks:
+        hook.remove()
+    for full, last in zip(*told, strict=True):
+        torch.testing.assert_close(last, full[:, -1:], rtol=1e-12, atol=1e-12)
+    for full, last in zip(*(cache.layers for cache in caches), strict=True):
+        torch.testing.assert_close((last.keys, last.values), (full.keys, full.values), rtol=1e-12, atol=1e-12)
+    layers = len(head.layers)
+    assert wide == [9] * layers + ([1] if layers == 1 and variant != "eagle3-latent" else [9] * layers)
 
 
 def test_every_text_and_shape_is_that_of_plain_decoding():

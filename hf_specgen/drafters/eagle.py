@@ -171,7 +171,7 @@ class EagleSession:
         paths = [range(1, count) if ask else None for count, ask in zip(counts, asked, strict=True)]
         if self._cache is None:
             output = self._first(tokens, fresh, paths)
-            ends = [max(counts) - 1] * len(counts)
+            ends = [0] * len(counts)
         else:
             output = self._later(self._cache, tokens, fresh, paths)
             ends = [count - 1 for count in counts]
@@ -190,7 +190,10 @@ class EagleSession:
     def _first(
         self, tokens: list[list[int]], states: list[Tensor], paths: Sequence[Sequence[int] | None]
     ) -> EagleOutput:
-        """The first entries, padded on the left as stock pads prompts, so that the cache is made as the target's is."""
+        """The first entries, padded on the left as stock pads prompts, so that the cache is made as the target's is.
+
+        Returns those of the roots.
+        """
         columns = max(map(len, tokens))
         padding = [columns - len(row) for row in tokens]
         pads = list(zip(padding, tokens, states, strict=True))
@@ -199,7 +202,9 @@ class EagleSession:
         places = torch.arange(columns, device=self.device) - torch.tensor(padding, device=self.device).view(-1, 1)
         mask = (places >= 0).long() if any(padding) else None
         cache = cast("DynamicCache", new_cache(self.head.config))
-        output = self.head(self._embedded(ids), self.head.fuse(features), places.clamp(min=0), mask, cache)
+        output = self.head(
+            self._embedded(ids), self.head.fuse(features), places.clamp(min=0), mask, cache, last_only=True
+        )
         self._cache = SlotCache(cache, self.head, padding, columns)
         self._cache.commit([None if path is None else () for path in paths])
         return EagleOutput(*output)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
 
 import torch
 from huggingface_hub.dataclasses import strict
@@ -18,7 +18,12 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers import initialization as init
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
-from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer, LlamaRMSNorm
+from transformers.models.llama.modeling_llama import (
+    LlamaAttention,
+    LlamaDecoderLayer,
+    LlamaRMSNorm,
+    apply_rotary_pos_emb,
+)
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
 from hf_specgen import attention
@@ -206,7 +211,10 @@ class EagleOutput(NamedTuple):
 
 
 class EagleLayer(LlamaDecoderLayer):  # type: ignore[no-untyped-call]
-    """A Llama layer with the biases and norms of the config; the first one of method "eagle" has no input norm."""
+    """A Llama layer with the biases and norms of the config; the first one of method "eagle" has no input norm.
+
+    With `keys_only` it caches keys and values, and returns what it was given.
+    """
 
     def __init__(self, config: EagleConfig, layer_idx: int) -> None:
         super().__init__(config, layer_idx)  # type: ignore[arg-type]
@@ -214,9 +222,19 @@ class EagleLayer(LlamaDecoderLayer):  # type: ignore[no-untyped-call]
         if layer_idx == 0 and not config.first_layernorm:
             self.input_layernorm = nn.Identity()  # type: ignore[assignment]
 
+    def forward(self, hidden_states: Tensor, keys_only: bool = False, **kwargs: Any) -> Tensor:
+        """Returns `(batch, width, hidden)`."""
+        if keys_only:
+            _remember(self.self_attn, self.input_layernorm(hidden_states), **kwargs)
+            return hidden_states
+        return cast(Tensor, super().forward(hidden_states, **kwargs))
+
 
 class FusingLayer(LlamaDecoderLayer):  # type: ignore[no-untyped-call]
-    """The first layer of EAGLE-3: it attends over embedding and feature side by side."""
+    """The first layer of EAGLE-3: it attends over embedding and feature side by side.
+
+    With `keys_only` it caches keys and values, and returns the features that it was given.
+    """
 
     def __init__(self, config: EagleConfig) -> None:
         super().__init__(config, 0)  # type: ignore[arg-type]
@@ -224,10 +242,14 @@ class FusingLayer(LlamaDecoderLayer):  # type: ignore[no-untyped-call]
         self.hidden_norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.norm_before_residual = config.norm_before_residual
 
-    def forward(self, features: Tensor, inputs_embeds: Tensor, **kwargs: Any) -> Tensor:
+    def forward(self, features: Tensor, inputs_embeds: Tensor, keys_only: bool = False, **kwargs: Any) -> Tensor:
         """Returns `(batch, width, hidden)`."""
         normed = self.hidden_norm(features)
-        attended, _ = self.self_attn(torch.cat([self.input_layernorm(inputs_embeds), normed], dim=-1), **kwargs)
+        both = torch.cat([self.input_layernorm(inputs_embeds), normed], dim=-1)
+        if keys_only:
+            _remember(self.self_attn, both, **kwargs)
+            return features
+        attended, _ = self.self_attn(both, **kwargs)
         hidden: Tensor = (normed if self.norm_before_residual else features) + attended
         hidden = hidden + self.mlp(self.post_attention_layernorm(hidden))
         return hidden
@@ -244,6 +266,17 @@ def _attention(config: EagleConfig, layer: int, size: int) -> Any:
             setattr(module, name, nn.Linear(size, stock.out_features, bias=stock.bias is not None))
     module.o_proj = nn.Linear(module.o_proj.in_features, config.hidden_size, bias=config.o_bias)
     return module
+
+
+def _remember(attention: Any, states: Tensor, position_embeddings: Sequence[Tensor], cache: Cache) -> None:
+    """Caches keys and values as stock attention does, and attends to nothing."""
+    shape = (*states.shape[:-1], -1, attention.head_dim)
+    keys, values = attention.k_proj(states).view(shape), attention.v_proj(states).view(shape).transpose(1, 2)
+    if isinstance(attention, Qwen3Attention):
+        keys = attention.k_norm(keys)
+    keys = keys.transpose(1, 2)
+    _, keys = apply_rotary_pos_emb(keys, keys, *position_embeddings)
+    cache.update(keys, values, attention.layer_idx)
 
 
 class EagleHead(PreTrainedModel):  # type: ignore[no-untyped-call]
@@ -391,6 +424,7 @@ class EagleHead(PreTrainedModel):  # type: ignore[no-untyped-call]
         position_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         cache: Cache | None = None,
+        last_only: bool = False,
     ) -> EagleOutput:
         """A pass over entries.
 
@@ -401,27 +435,42 @@ class EagleHead(PreTrainedModel):  # type: ignore[no-untyped-call]
             attention_mask: `(batch, length)` with 0 for padding, or four-dimensional as the layers take it; causal
                 unless given.
             cache: of the entries before.
+            last_only: only the last entry is asked about, and the output has a width of 1. A head of one layer then
+                takes no more than keys and values of the others, which is a third of the work. The mask is not
+                four-dimensional.
         """
         config = self.config
         if position_ids is None:
             seen = 0 if cache is None else int(cache.get_seq_length())
             position_ids = torch.arange(seen, seen + features.shape[1], device=features.device).unsqueeze(0)
+        turns = self.rotary_emb(features, position_ids)
+        fused = config.method == "eagle3"
+        entries = [features, inputs_embeds] if fused else [self._joined(inputs_embeds, features)]
+        if last_only and cache is not None and features.shape[1] > 1 and self._leaves_keys_only:
+            before, positions = [part[:, :-1] for part in entries], [part[:, :-1] for part in turns]
+            self.layers[0](*before, keys_only=True, position_embeddings=positions, cache=cache)
+            entries, turns = [part[:, -1:] for part in entries], [part[:, -1:] for part in turns]
+            position_ids = position_ids[:, -1:]
         masked = create_causal_mask if config.sliding_window is None else create_sliding_window_causal_mask
-        mask = masked(config, features, attention_mask, cache, position_ids)
+        mask = masked(config, entries[0], attention_mask, cache, position_ids)
         kwargs = {
             "attention_mask": mask,
             "position_ids": position_ids,
-            "position_embeddings": self.rotary_emb(features, position_ids),
+            "position_embeddings": turns,
             "cache": cache,
         }
-        if config.method == "eagle3":
-            hidden = self.layers[0](features, inputs_embeds=inputs_embeds, **kwargs)
-        else:
-            hidden = self.layers[0](self._joined(inputs_embeds, features), **kwargs)
+        hidden = self.layers[0](*entries, **kwargs)
         for layer in self.layers[1:]:
             hidden = layer(hidden, **kwargs)
+        if last_only:
+            hidden = hidden[:, -1:]
         normed = self.norm(hidden) if config.final_norm else hidden
         return EagleOutput(normed, normed if config.norm_output else hidden)
+
+    @property
+    def _leaves_keys_only(self) -> bool:
+        """Of an entry that nobody asks about, later ones read keys and values alone."""
+        return self.config.num_hidden_layers == 1 and self.config.kv_lora_rank is None
 
     def _joined(self, inputs_embeds: Tensor, features: Tensor) -> Tensor:
         """What the first layer of method "eagle" is shown."""
