@@ -442,7 +442,7 @@ def _filled(renamed: Renamed, config: EagleConfig) -> EagleHead:
             raise renamed.error(f"{mapped[0]} renames ids, and both vocabularies are of {config.vocab_size}")
     head = filled(renamed.checkpoint, lambda: EagleHead(config), read, lambda name: renamed.keys.get(name, name))
     # The frequencies are no weights and still on meta.
-    head.rotary_emb = HeadRotaryEmbedding(config)  # type: ignore[arg-type]
+    head.rotary_emb = HeadRotaryEmbedding(config).eval()  # type: ignore[arg-type]
     return head
 
 
