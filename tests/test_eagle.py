@@ -692,21 +692,23 @@ def test_no_more_is_fed_than_was_decided_and_drafted(rows, top_k, nodes):
 
 
 @pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("variant", [*VARIANTS, "eagle3-narrow", "eagle-first-norm"])
+@pytest.mark.parametrize(
+    "variant", [*VARIANTS, "eagle-first-norm", *(f"eagle3-narrow-{window}" for window in (1, 2, 3))]
+)
 def test_where_only_the_last_entry_is_asked_about_it_says_the_same_and_caches_the_same(variant, padded):
     """Others of a single layer leave keys and values alone, and are not attended from."""
-    one_layer = {
-        "eagle3-narrow": {"sliding_window": 3},
-        "eagle-first-norm": {"method": "eagle", "first_layernorm": True},
-    }
-    head = head_of(variant) if variant in VARIANTS else filled(EagleHead(config(**one_layer[variant])))
+    narrow = {f"eagle3-narrow-{window}": {"sliding_window": window} for window in (1, 2, 3)}
+    more = {**narrow, "eagle-first-norm": {"method": "eagle", "first_layernorm": True}}
+    head = head_of(variant) if variant in VARIANTS else filled(EagleHead(config(**more[variant])))
     embeds, features = torch.randn(2, 2, 9, head.config.hidden_size, dtype=torch.float64)
     padding = torch.tensor([[4], [0]]) if padded else torch.tensor([[0], [0]])
     places = torch.arange(9) - padding
     wide: list[int] = []
+    seen: list[int] = []
     hooks = [
         layer.mlp.register_forward_pre_hook(lambda module, args: wide.append(args[0].shape[1])) for layer in head.layers
     ]
+    hooks.append(head.layers[0].self_attn.register_forward_hook(lambda *args: seen.append(args[2][0].shape[1])))
     told, caches = [], [new_cache(head.config), new_cache(head.config)]
     with torch.no_grad():
         for cache, last_only in zip(caches, (False, True), strict=True):
@@ -719,7 +721,10 @@ def test_where_only_the_last_entry_is_asked_about_it_says_the_same_and_caches_th
     for full, last in zip(*(cache.layers for cache in caches), strict=True):
         torch.testing.assert_close((last.keys, last.values), (full.keys, full.values), rtol=1e-12, atol=1e-12)
     layers = len(head.layers)
-    assert wide == [9] * layers + ([1] if layers == 1 and variant != "eagle3-latent" else [9] * layers)
+    assert sum(seen) == 18, "hooks, of whoever wraps or offloads the attention, run for all entries"
+    assert wide == [9] * layers + (
+        [9] * layers if layers > 1 or variant in ("eagle3-latent", "eagle3-narrow-1") else [1]
+    )
 
 
 def test_every_text_and_shape_is_that_of_plain_decoding():

@@ -210,6 +210,32 @@ class EagleOutput(NamedTuple):
     features: Tensor
 
 
+class KeysOnly:
+    """Stock attention that with `keys_only` caches keys and values as ever, and attends to nothing."""
+
+    def forward(self: Any, hidden_states: Tensor, keys_only: bool = False, **kwargs: Any) -> tuple[Tensor, Any]:
+        """Returns `(batch, width, hidden)` and the weights; with `keys_only` what it was given, and None."""
+        if not keys_only:
+            attended: tuple[Tensor, Any] = super().forward(hidden_states, **kwargs)  # type: ignore[misc]
+            return attended
+        shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+        keys, values = (project(hidden_states).view(shape) for project in (self.k_proj, self.v_proj))
+        if self.config.qk_norm:
+            keys = self.k_norm(keys)
+        keys = keys.transpose(1, 2)
+        _, keys = apply_rotary_pos_emb(keys, keys, *kwargs["position_embeddings"])
+        kwargs["cache"].update(keys, values.transpose(1, 2), self.layer_idx)
+        return hidden_states, None
+
+
+class EagleAttention(KeysOnly, LlamaAttention):
+    """Llama's."""
+
+
+class NormedAttention(KeysOnly, Qwen3Attention):
+    """Qwen3's, with normed queries and keys."""
+
+
 class EagleLayer(LlamaDecoderLayer):  # type: ignore[no-untyped-call]
     """A Llama layer with the biases and norms of the config; the first one of method "eagle" has no input norm.
 
@@ -225,7 +251,7 @@ class EagleLayer(LlamaDecoderLayer):  # type: ignore[no-untyped-call]
     def forward(self, hidden_states: Tensor, keys_only: bool = False, **kwargs: Any) -> Tensor:
         """Returns `(batch, width, hidden)`."""
         if keys_only:
-            _remember(self.self_attn, self.input_layernorm(hidden_states), **kwargs)
+            self.self_attn(self.input_layernorm(hidden_states), keys_only=True, **kwargs)
             return hidden_states
         return cast(Tensor, super().forward(hidden_states, **kwargs))
 
@@ -247,7 +273,7 @@ class FusingLayer(LlamaDecoderLayer):  # type: ignore[no-untyped-call]
         normed = self.hidden_norm(features)
         both = torch.cat([self.input_layernorm(inputs_embeds), normed], dim=-1)
         if keys_only:
-            _remember(self.self_attn, both, **kwargs)
+            self.self_attn(both, keys_only=True, **kwargs)
             return features
         attended, _ = self.self_attn(both, **kwargs)
         hidden: Tensor = (normed if self.norm_before_residual else features) + attended
@@ -258,7 +284,7 @@ class FusingLayer(LlamaDecoderLayer):  # type: ignore[no-untyped-call]
 def _attention(config: EagleConfig, layer: int, size: int) -> Any:
     """Stock attention over states of `size`, with the config's biases."""
     latent = config.kv_lora_rank is not None
-    kind: Any = DeepseekV3Attention if latent else Qwen3Attention if config.qk_norm else LlamaAttention
+    kind: Any = DeepseekV3Attention if latent else NormedAttention if config.qk_norm else EagleAttention
     module = kind(config, layer)
     for name in ("q_proj", "q_a_proj", "kv_a_proj_with_mqa") if latent else ("q_proj", "k_proj", "v_proj"):
         stock = getattr(module, name)
@@ -266,17 +292,6 @@ def _attention(config: EagleConfig, layer: int, size: int) -> Any:
             setattr(module, name, nn.Linear(size, stock.out_features, bias=stock.bias is not None))
     module.o_proj = nn.Linear(module.o_proj.in_features, config.hidden_size, bias=config.o_bias)
     return module
-
-
-def _remember(attention: Any, states: Tensor, position_embeddings: Sequence[Tensor], cache: Cache) -> None:
-    """Caches keys and values as stock attention does, and attends to nothing."""
-    shape = (*states.shape[:-1], -1, attention.head_dim)
-    keys, values = attention.k_proj(states).view(shape), attention.v_proj(states).view(shape).transpose(1, 2)
-    if isinstance(attention, Qwen3Attention):
-        keys = attention.k_norm(keys)
-    keys = keys.transpose(1, 2)
-    _, keys = apply_rotary_pos_emb(keys, keys, *position_embeddings)
-    cache.update(keys, values, attention.layer_idx)
 
 
 class EagleHead(PreTrainedModel):  # type: ignore[no-untyped-call]
@@ -443,23 +458,20 @@ class EagleHead(PreTrainedModel):  # type: ignore[no-untyped-call]
         if position_ids is None:
             seen = 0 if cache is None else int(cache.get_seq_length())
             position_ids = torch.arange(seen, seen + features.shape[1], device=features.device).unsqueeze(0)
-        turns = self.rotary_emb(features, position_ids)
-        fused = config.method == "eagle3"
-        entries = [features, inputs_embeds] if fused else [self._joined(inputs_embeds, features)]
+        turns: Sequence[Tensor] = self.rotary_emb(features, position_ids)
         if last_only and cache is not None and features.shape[1] > 1 and self._leaves_keys_only:
-            before, positions = [part[:, :-1] for part in entries], [part[:, :-1] for part in turns]
-            self.layers[0](*before, keys_only=True, position_embeddings=positions, cache=cache)
-            entries, turns = [part[:, -1:] for part in entries], [part[:, -1:] for part in turns]
-            position_ids = position_ids[:, -1:]
+            before = inputs_embeds[:, :-1], features[:, :-1]
+            self._first(*before, position_embeddings=[part[:, :-1] for part in turns], cache=cache, keys_only=True)
+            parts = inputs_embeds, features, position_ids, *turns
+            inputs_embeds, features, position_ids, *turns = (part[:, -1:] for part in parts)
         masked = create_causal_mask if config.sliding_window is None else create_sliding_window_causal_mask
-        mask = masked(config, entries[0], attention_mask, cache, position_ids)
         kwargs = {
-            "attention_mask": mask,
+            "attention_mask": masked(config, features, attention_mask, cache, position_ids),
             "position_ids": position_ids,
             "position_embeddings": turns,
             "cache": cache,
         }
-        hidden = self.layers[0](*entries, **kwargs)
+        hidden = self._first(inputs_embeds, features, **kwargs)
         for layer in self.layers[1:]:
             hidden = layer(hidden, **kwargs)
         if last_only:
@@ -470,7 +482,18 @@ class EagleHead(PreTrainedModel):  # type: ignore[no-untyped-call]
     @property
     def _leaves_keys_only(self) -> bool:
         """Of an entry that nobody asks about, later ones read keys and values alone."""
-        return self.config.num_hidden_layers == 1 and self.config.kv_lora_rank is None
+        config = self.config
+        # Stock's cache holds one entry too many for a window of one.
+        return config.num_hidden_layers == 1 and config.kv_lora_rank is None and config.sliding_window != 1
+
+    def _first(self, inputs_embeds: Tensor, features: Tensor, **kwargs: Any) -> Tensor:
+        """The first layer: over embedding and feature, side by side or joined."""
+        hidden: Tensor
+        if self.config.method == "eagle3":
+            hidden = self.layers[0](features, inputs_embeds=inputs_embeds, **kwargs)
+        else:
+            hidden = self.layers[0](self._joined(inputs_embeds, features), **kwargs)
+        return hidden
 
     def _joined(self, inputs_embeds: Tensor, features: Tensor) -> Tensor:
         """What the first layer of method "eagle" is shown."""
