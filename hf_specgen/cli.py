@@ -21,8 +21,18 @@ app = typer.Typer(help="Speculative decoding for Hugging Face models.", no_args_
 DRAFTED = typer.colors.GREEN
 
 
+def _versions(asked: bool) -> None:
+    if asked:
+        typer.echo(f"hf_specgen {sg.__version__}, transformers {transformers.__version__}, torch {torch.__version__}")
+        raise typer.Exit
+
+
 @app.callback()
-def main() -> None:
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_versions, is_eager=True, help="Print versions and stop.")
+    ] = False,
+) -> None:
     """Speculative decoding for Hugging Face models."""
 
 

@@ -10,6 +10,7 @@ import tiny
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+from transformers import __version__ as VERSION
 from typer.testing import CliRunner, Result
 
 import hf_specgen as sg
@@ -44,6 +45,12 @@ def test_the_command_line_needs_the_core_install_only() -> None:
     names += [node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
     allowed = {"__future__", "collections", "contextlib", "dataclasses", "json", "sys", "typing"}
     assert {name.split(".")[0] for name in names} <= allowed | {"torch", "transformers", "typer", "hf_specgen"}
+
+
+def test_it_tells_its_versions() -> None:
+    result = CliRunner().invoke(cli.app, ["--version"])
+    assert result.exit_code == 0
+    assert result.stdout == f"hf_specgen {sg.__version__}, transformers {VERSION}, torch {torch.__version__}\n"
 
 
 def test_the_text_is_that_of_generate_whatever_drafts(folder: Path) -> None:

@@ -50,7 +50,9 @@ class Arguments:
         default=None, metadata={"help": "A file, folder or hub id with a column `messages` or `prompt`."}
     )
     split: str = field(default="train", metadata={"help": "Of --prompts."})
-    minutes: float | None = field(default=None, metadata={"help": "Begin no part that would end later."})
+    minutes: float | None = field(
+        default=None, metadata={"help": "Begin no part that would end later, by the longest so far."}
+    )
     tokens: int | None = field(
         default=None, metadata={"help": "Stop after the part that brings so many answer tokens."}
     )

@@ -57,8 +57,10 @@ def main() -> None:
     sg.disable(model)
 
     rows = []
+    runs = len(PROMPTS) * len(settings) * (REPEATS + 1)
+    shown.print(f"Now {runs} answers again, each setting in turn, for a table: about three minutes.\n")
     with Progress(console=shown, transient=True) as progress:
-        task = progress.add_task("measuring", total=len(PROMPTS) * len(settings) * (REPEATS + 1))
+        task = progress.add_task("measuring", total=runs)
         for name, prompt in PROMPTS.items():
             timings = interleave(model, encode(tokenizer, prompt), settings, REPEATS, lambda: progress.advance(task))
             rows += record(name, timings)
