@@ -264,6 +264,7 @@ class AutoController:
         rate = self._rate_of(part, room, self._without)
         depth = max(rungs(most), key=lambda depth: rate(depth, promised[depth]))
         pays = part.known and rate(depth, promised[depth]) > self._without.rate
+        pays = pays and part.may_be_used(depth, self.passes(0))
         tried = not pays and part.may_be_tried(self.passes(0))
         tried = tried and any(rate(d, hoped(d)) > self._without.rate for d in rungs(self.most))
         depth = depth if pays else TRY_DEPTH if tried else 0
@@ -313,7 +314,7 @@ class AutoController:
             return draft
         weighed = self._checked = self._weighed(draft, self._book)
         for part in self.parts.values():
-            part.best_checked(weighed.kept)
+            part.best_checked(weighed.kept, weighed.width > 0)
         if weighed.width:
             return draft if weighed.width == draft.nodes else Draft.of_nodes(weighed.kept)
         self._watch(weighed, self._book)
@@ -367,7 +368,10 @@ class AutoController:
         pass_s, plain_s = self.passes(step.width), self.passes(0)
         for name, part in self.parts.items():
             if part.depth:
-                took = part.took(step.part_s.get(name, 0.0) if self.apart else step.draft_s, self._round_s)
+                spent = step.part_s.get(name, 0.0) if self.apart else step.draft_s
+                took = part.took(spent, self._round_s)
+                if part.dearly_asked:
+                    part.record.checked(spent / plain_s, not part.in_vain)
                 if took is not None:
                     self.costs.learn(part.drafts, part.depth, took)
             lost_s = self._lost(part, step, part.follow(step.tokens))

@@ -42,6 +42,7 @@ class Part:
         depth: asked for in this round.
         dear: it costs something.
         tried: it is asked only to see how right it is.
+        in_vain: it was asked for a draft that counts, and nothing of that is checked.
         deepest: the deepest draft whose costs are known.
         unread: positions of the prompt until its first draft of the call, which may have to read them.
     """
@@ -52,7 +53,7 @@ class Part:
         self.frozen = frozen
         self.bushiness = 1.0
         self.depth = 0
-        self.dear = self.tried = False
+        self.dear = self.tried = self.in_vain = False
         self.deepest = LADDER[-1] if frozen else 0
         self.unread = prompt
         self._asked = 0  # times
@@ -87,7 +88,7 @@ class Part:
 
     def begin(self) -> None:
         """A round begins, in which nobody has asked it yet."""
-        self.depth, self.tried, self._draft = 0, False, None
+        self.depth, self.tried, self.in_vain, self._draft = 0, False, False, None
         if not self.frozen:
             self.deepest = max((depth for depth, seen in zip(LADDER, self.drafts.seen, strict=True) if seen), default=0)
 
@@ -103,6 +104,15 @@ class Part:
         self._asked += 1
         if not tried:
             self.record.used()
+
+    def may_be_used(self, depth: int, plain_s: float) -> bool:
+        """Whether its draft may count if it pays; see `Record.may_begin`.
+
+        Args:
+            depth: of it.
+            plain_s: seconds of a plain pass.
+        """
+        return not self.unread or self.record.may_begin((self.seconds(depth) + self.reading_s) / plain_s)
 
     def may_be_tried(self, plain_s: float) -> bool:
         """Whether it is time for a try, and it may cost something still.
@@ -131,11 +141,18 @@ class Part:
         if draft.nodes and self.dearly_asked:
             self.bushiness = max(1.0, draft.nodes / self.depth)
 
-    def best_checked(self, nodes: Sequence[Sequence[Node]]) -> None:
-        """Takes note of what is best checked of all drafts: each row's nodes. Those of its own are some of them."""
+    def best_checked(self, nodes: Sequence[Sequence[Node]], checked: bool) -> None:
+        """Takes note of what is best checked of all drafts. Nodes of its own are some of them, or none.
+
+        Args:
+            nodes: of each row.
+            checked: they are, since that is better than plain decoding.
+        """
         if self._draft is not None and self._draft.nodes and self.dearly_asked:
             rows = zip(Guess.rows(self._draft), nodes, strict=True)
-            self.bushiness = max(1.0, max(guess.among(best) for guess, best in rows) / self.depth)
+            most = max(guess.among(best) for guess, best in rows)
+            self.bushiness = max(1.0, most / self.depth)
+            self.in_vain = not (checked and most)
 
     def took(self, seconds: float, round_s: float) -> float | None:
         """Takes note of a draft's seconds; those to be learnt, if they are.

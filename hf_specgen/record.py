@@ -38,6 +38,7 @@ class Record:
         lost: to it of late, in plain passes.
         patience: rounds that it rests between two tries.
         rested: rounds that it rested since it was asked; the first try comes at once.
+        in_vain: lost to drafts of which nothing was checked, since the last of which something was, in plain passes.
         since: rounds that it rested since it read a prompt, if it ever did.
         read_s: seconds that reading took, by the number of binary digits of the prompt's positions.
         length: tokens that a text has when it ends by itself, as far as is known.
@@ -49,6 +50,7 @@ class Record:
     lost: float = 0.0
     patience: int = PATIENCE
     rested: int = PATIENCE
+    in_vain: float = 0.0
     since: float = math.inf
     read_s: dict[int, float] = field(default_factory=dict)
     length: float = LONG
@@ -92,6 +94,16 @@ class Record:
         """
         return self.rested >= self.patience and self.lost + min(cost, LOSABLE) <= LOSABLE
 
+    def may_begin(self, cost: float) -> bool:
+        """Whether a call's first draft may count if it pays.
+
+        In texts that soon copy, calls may end one after another before anything of a draft was worth checking.
+
+        Args:
+            cost: of the draft, in plain passes. Even one that costs more than may be lost gets its turn.
+        """
+        return self.in_vain + min(cost, LOSABLE) <= HELD
+
     def may_read(self, cost: float) -> bool:
         """Whether it may read a prompt for a try.
 
@@ -113,6 +125,15 @@ class Record:
         self.rested = 0
         self.patience = max(1, self.patience // 4) if right else min(2 * self.patience, MOST_PATIENCE)
 
+    def checked(self, cost: float, something: bool) -> None:
+        """Takes note of a draft that was to count.
+
+        Args:
+            cost: of it, in plain passes.
+            something: of it was checked.
+        """
+        self.in_vain = 0.0 if something else min(self.in_vain + cost, HELD)
+
     def lose(self, lost: float, took: float) -> None:
         """Takes note of a round.
 
@@ -121,6 +142,7 @@ class Record:
             took: the round's pass, in plain passes.
         """
         self.lost = min(max(self.lost + lost - FORGIVEN * took, 0.0), HELD)
+        self.in_vain = max(self.in_vain - FORGIVEN * took, 0.0)
 
     def reading_s(self, positions: int) -> float:
         """Seconds that it will take to read a prompt.

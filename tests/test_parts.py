@@ -335,7 +335,7 @@ def asked(part: Part, depth: int, draft: Draft, came: list[int], best: list[list
         part.ask(depth, dear=True)
         part.drafted(draft)
         if best is not None:
-            part.best_checked(best)
+            part.best_checked(best, checked=True)
         part.follow([came])
     return part
 
@@ -384,7 +384,7 @@ def test_a_draft_that_nobody_asked_for_is_taken_as_it_is():
     known.ask(2, dear=True)
     known.begin()
     known.drafted(Draft.of_nodes(TREE))
-    known.best_checked(CHECKED)
+    known.best_checked(CHECKED, checked=True)
     known.follow([[1, 3, 9]])
     assert known.bushiness == 1.0
 
@@ -508,6 +508,41 @@ def test_a_text_that_ends_by_itself_is_not_expected_to_go_on_for_long(kind):
     asked = [decode(drafter, 8, costs, START, reading_s=8.0, room=500).asked[named(dear)] > 0 for _ in range(12)]
     assert asked[0]
     assert not any(asked[6:])
+
+
+@pytest.mark.parametrize("kind", BOTH)
+def test_where_copies_come_before_its_drafts_are_worth_checking_it_is_not_asked_in_every_call(kind):
+    """It is right, so that it should pay, and not sure of itself, so that what it drafts is not checked."""
+    chance = {"start": START}
+    cheap = Knows(1, 0.0005, lambda place: float(place >= chance["start"] + 3), lambda place: 0.95)
+    rates, asked = [], 0
+    for number in range(3, 7):
+        dear = Knows(number, 0.08, sure(0.9), sure(0.1))
+        both = kind(cheap, dear)
+        costs = costs_of(both, frozen=False)
+        for call in range(12):
+            chance["start"] = start = START + 37 * call
+            run = decode(both, 64, costs, start, reading_s=0.15)
+            rates.append(run.rate / decode(cheap, 64, costs_of(cheap), start).rate)
+            asked += run.asked[named(dear)] > 0
+    assert statistics.mean(rates) >= 0.98
+    assert 4 * 2 <= asked <= 4 * 6, "now and then it gets its turn"
+
+
+def test_a_draft_of_which_something_is_checked_makes_up_for_those_in_vain():
+    record = Record()
+    for _ in range(3):
+        assert record.may_begin(cost=0.4)
+        record.checked(0.4, something=False)
+    assert not record.may_begin(cost=0.4)
+    assert not record.again().may_begin(cost=0.4)
+    for _ in range(200):
+        record.lose(0.0, took=1.0)
+    assert record.may_begin(cost=30.0), "nor is it shut out for ever"
+    record.checked(30.0, something=False)
+    assert not record.may_begin(cost=0.1)
+    record.checked(30.0, something=True)
+    assert record.may_begin(cost=30.0)
 
 
 def test_how_long_texts_are_is_told_by_those_that_had_room_to_go_on():
