@@ -138,6 +138,7 @@ class Part:
     def drafted(self, draft: Draft) -> None:
         """Takes its draft, to see what comes of it."""
         self._draft = draft
+        self.in_vain = self.dearly_asked and not draft.nodes
         if draft.nodes and self.dearly_asked:
             self.bushiness = max(1.0, draft.nodes / self.depth)
 
