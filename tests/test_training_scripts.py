@@ -188,6 +188,16 @@ def compared(two: Path, one: Path) -> None:
 SGD = "--optim sgd --learning_rate 0.1 --warmup_steps 0 --max_steps 6"
 
 
+@pytest.mark.parametrize("name", ["generate_data", pytest.param("train_medusa", marks=pytest.mark.slow)])
+def test_where_the_extra_is_not_installed_it_is_named(name: str, tmp_path: Path) -> None:
+    (tmp_path / "datasets.py").write_text("raise ModuleNotFoundError(\"No module named 'datasets'\")", encoding="utf-8")
+    asked = [sys.executable, str(ROOT / "training" / f"{name}.py"), "--help"]
+    paths = os.pathsep.join((str(tmp_path), str(ROOT)))
+    done = subprocess.run(asked, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True, check=False)
+    assert done.returncode != 0
+    assert "pip install -e '.[train]'" in done.stderr.splitlines()[-1]
+
+
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in SCRIPTS])
 def test_two_processes_train_what_one_does_and_one_of_them_writes(home, tmp_path, monkeypatch, name):
     """Report 131: rows have unequal numbers of labels."""

@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-import datasets
 import torch
 from running import provenance
 from running.command_line import Help, refuse_below, told_plainly
@@ -102,7 +101,7 @@ Decode = Callable[[Sequence[Sequence[int]], int, Draw], list[Text]]
 def main(arguments: Arguments) -> None:
     """Writes parts until the time, the tokens or the prompts are used up."""
     started = time.monotonic()
-    datasets.disable_progress_bars()
+    data.hide_progress()
     turns = Turns(AutoTokenizer.from_pretrained(arguments.target, revision=arguments.revision))
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
         arguments.target, revision=arguments.revision, dtype=arguments.dtype, device_map=arguments.device

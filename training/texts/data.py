@@ -25,14 +25,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import datasets
-import pyarrow.parquet
 import torch
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
 from hf_specgen.files import write_whole
 from texts.chats import IGNORED, Message, Turns
+
+try:  # of all that the scripts need beside the package the first to be imported
+    import datasets
+    import pyarrow.parquet
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(f"{error}; training/ needs an extra of the package: pip install -e '.[train]'") from None
 
 INFO = "data.json"
 # Of a thousand questions, those that are held out of training.
@@ -45,6 +49,11 @@ Row = dict[str, Any]
 
 
 # ------------------------------------------------------------------------------------------------------------ a folder
+
+
+def hide_progress() -> None:
+    """Of the steps of `datasets`, which would come between the lines of a script's own bar."""
+    datasets.disable_progress_bars()
 
 
 def parts(folder: str | Path) -> list[Path]:
