@@ -48,12 +48,12 @@ FILES = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"
 Row = dict[str, Any]
 
 
-# ------------------------------------------------------------------------------------------------------------ a folder
-
-
 def hide_progress() -> None:
     """Of the steps of `datasets`, which would come between the lines of a script's own bar."""
     datasets.disable_progress_bars()
+
+
+# ------------------------------------------------------------------------------------------------------------ a folder
 
 
 def parts(folder: str | Path) -> list[Path]:
