@@ -263,8 +263,7 @@ class AutoController:
         promised = part.promised(most)
         rate = self._rate_of(part, room, self._without)
         depth = max(rungs(most), key=lambda depth: rate(depth, promised[depth]))
-        pays = part.known and rate(depth, promised[depth]) > self._without.rate
-        pays = pays and part.may_be_used(depth, self.passes(0))
+        pays = part.known and part.may_be_used() and rate(depth, promised[depth]) > self._without.rate
         tried = not pays and part.may_be_tried(self.passes(0))
         tried = tried and any(rate(d, hoped(d)) > self._without.rate for d in rungs(self.most))
         depth = depth if pays else TRY_DEPTH if tried else 0

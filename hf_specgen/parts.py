@@ -105,14 +105,9 @@ class Part:
         if not tried:
             self.record.used()
 
-    def may_be_used(self, depth: int, plain_s: float) -> bool:
-        """Whether its draft may count if it pays; see `Record.may_begin`.
-
-        Args:
-            depth: of it.
-            plain_s: seconds of a plain pass.
-        """
-        return not self.unread or self.record.may_begin((self.seconds(depth) + self.reading_s) / plain_s)
+    def may_be_used(self) -> bool:
+        """Whether its draft may count if it pays; see `Record.may_begin`."""
+        return not self.unread or self.record.may_begin()
 
     def may_be_tried(self, plain_s: float) -> bool:
         """Whether it is time for a try, and it may cost something still.

@@ -94,15 +94,12 @@ class Record:
         """
         return self.rested >= self.patience and self.lost + min(cost, LOSABLE) <= LOSABLE
 
-    def may_begin(self, cost: float) -> bool:
-        """Whether a call's first draft may count if it pays.
+    def may_begin(self) -> bool:
+        """Whether a call's first draft may count if it pays, whatever it costs: else short ones would, at a text's end.
 
         In texts that soon copy, calls may end one after another before anything of a draft was worth checking.
-
-        Args:
-            cost: of the draft, in plain passes. Even one that costs more than may be lost gets its turn.
         """
-        return self.in_vain + min(cost, LOSABLE) <= HELD
+        return self.in_vain <= LOSABLE
 
     def may_read(self, cost: float) -> bool:
         """Whether it may read a prompt for a try.
